@@ -1,0 +1,94 @@
+"""`wholestep doctor`: what it shows, what it calls missing, and its exit code."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wholestep.cli import doctor, main
+from wholestep.cli.console import Console
+from wholestep.machine.cpu import Amx
+from wholestep.machine.describe import Cuda, Machine
+
+COMPLETE = Machine(
+    system="Linux 6 x86_64",
+    cpu="A CPU",
+    cores=2,
+    memory_bytes=24 * 2**30,
+    isa=("avx2",),
+    amx=Amx(announced=False),
+    python="3.11.7",
+    torch="2.13.0+cpu",
+    cuda=(Cuda("A GPU", 80 * 2**30, "9.0"),),
+    compilers={"g++": "g++ 12", "clang++": None},
+    mlir_opt="LLVM version 22",
+    packages={name: "1.0" for name in ("rich", "triton", "xdsl", "transformers", "hypothesis")},
+)
+
+
+def _shown(machine: Machine) -> str:
+    stream = io.StringIO()
+    doctor.show(machine, Console(stream, use_rich=False))
+    return stream.getvalue()
+
+
+def test_a_complete_machine_misses_nothing():
+    assert doctor.missing(COMPLETE) == []
+    text = _shown(COMPLETE)
+    assert "Missing\nnothing" in text
+    for fact in ("A CPU, 2 usable cores", "24.0 GiB", "A GPU, 80.0 GiB, compute capability 9.0", "2.13.0+cpu"):
+        assert fact in text
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "loss"),
+    [
+        ({"torch": None, "torch_problem": "torch is not installed"}, "torch", "not installed"),
+        ({"torch": "2.10.1"}, "torch 2.11 to 2.13", "torch 2.10.1"),
+        ({"torch": "3.0a0+git1"}, "torch 2.11 to 2.13", "torch 3.0a0+git1"),
+        ({"cuda": ()}, "CUDA device", "GPU"),
+        ({"compilers": {"g++": None, "clang++": None}}, "C++ compiler", "CPU kernels"),
+        ({"mlir_opt": None}, "mlir-opt", "mlir-22-tools"),
+        ({"packages": COMPLETE.packages | {"rich": None}}, "rich", "progress bars"),
+        ({"packages": COMPLETE.packages | {"triton": None}}, "triton", "GPU kernels"),
+        ({"packages": COMPLETE.packages | {"xdsl": None, "hypothesis": None}}, "xdsl, hypothesis", "make test"),
+    ],
+)
+def test_each_absence_names_its_loss(change, what, loss):
+    machine = replace(COMPLETE, **change)
+    ((named, lost),) = doctor.missing(machine)
+    assert named == what and loss in lost
+    assert lost in _shown(machine)
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0a0+git1", "2.13.0"])
+def test_supported_torch_is_not_missed(version):
+    assert doctor.missing(replace(COMPLETE, torch=version)) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "code"),
+    [
+        (COMPLETE, 0),
+        (replace(COMPLETE, torch=None, torch_problem="gone"), 1),
+        (replace(COMPLETE, amx=Amx(True, False, "AVX512_CORE_BF16", True, errno.EPERM)), 0),
+        (replace(COMPLETE, amx=Amx(True, False, "ALL", False, errno.EPERM)), 1),
+    ],
+)
+def test_exit_code_and_amx_verdict(machine, code, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "describe", lambda: machine)
+    assert main.main(["doctor"]) == code
+    assert machine.amx.verdict[:30] in capsys.readouterr().out
+
+
+def test_json_of_this_machine(capsys):
+    main.main(["doctor", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"] == torch.__version__
+    assert facts["amx"]["verdict"] and isinstance(facts["amx"]["safe"], bool)
+    assert all(set(entry) == {"what", "loss"} for entry in facts["missing"])

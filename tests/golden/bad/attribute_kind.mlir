@@ -1,0 +1,8 @@
+// expected: attribute 'order' is "10", expected ints
+"builtin.module"() ({
+  "func.func"() ({
+  ^bb0(%x: tensor<2x3xf32>, %mask: tensor<2x3xi1>):
+    %0 = "step.transpose"(%x) {order = "10"} : (tensor<2x3xf32>) -> tensor<3x2xf32>
+    "func.return"() : () -> ()
+  }) {sym_name = "main", function_type = (tensor<2x3xf32>, tensor<2x3xi1>) -> ()} : () -> ()
+}) : () -> ()

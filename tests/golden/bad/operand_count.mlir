@@ -1,0 +1,8 @@
+// expected: has 1 operands, expected 2 (x, y)
+"builtin.module"() ({
+  "func.func"() ({
+  ^bb0(%x: tensor<2x3xf32>, %mask: tensor<2x3xi1>):
+    %0 = "step.add"(%x) : (tensor<2x3xf32>) -> tensor<2x3xf32>
+    "func.return"() : () -> ()
+  }) {sym_name = "main", function_type = (tensor<2x3xf32>, tensor<2x3xi1>) -> ()} : () -> ()
+}) : () -> ()

@@ -1,0 +1,8 @@
+// expected: %x is defined as tensor<2x3xf32> but used as tensor<3x2xf32>
+"builtin.module"() ({
+  "func.func"() ({
+  ^bb0(%x: tensor<2x3xf32>, %mask: tensor<2x3xi1>):
+    %0 = "step.exp"(%x) : (tensor<3x2xf32>) -> tensor<3x2xf32>
+    "func.return"() : () -> ()
+  }) {sym_name = "main", function_type = (tensor<2x3xf32>, tensor<2x3xi1>) -> ()} : () -> ()
+}) : () -> ()

@@ -1,0 +1,9 @@
+// expected: %1 is not defined
+"builtin.module"() ({
+  "func.func"() ({
+  ^bb0(%x: tensor<2x3xf32>, %mask: tensor<2x3xi1>):
+    %0 = "step.exp"(%1) : (tensor<2x3xf32>) -> tensor<2x3xf32>
+    %1 = "step.exp"(%x) : (tensor<2x3xf32>) -> tensor<2x3xf32>
+    "func.return"() : () -> ()
+  }) {sym_name = "main", function_type = (tensor<2x3xf32>, tensor<2x3xi1>) -> ()} : () -> ()
+}) : () -> ()

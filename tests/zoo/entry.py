@@ -1,0 +1,46 @@
+"""What one network of the zoo is: how to build it with a batch, and how its loss is computed.
+
+An entry builds the same tiny model and batch every time, in train mode, with nothing random inside the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = dict[str, Any] | tuple[Any, ...]
+
+OTHER_BACKWARD = (
+    "an autograd.Function whose backward is not the derivative of its forward; export keeps the forward alone, "
+    "so the gradients would silently be others"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network: `build()` gives model and batch; without `loss_fn` the loss is the model's own."""
+
+    name: str
+    family: str
+    make: Callable[[], tuple[nn.Module, Batch]]
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    note: str = ""
+    failure: str = ""  # why torch.export cannot capture it, in plain words; empty for all that it can
+
+    def build(self) -> tuple[nn.Module, Batch]:
+        """The model in train mode and its batch; the global generator is left as it was found."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model, batch = self.make()
+        return model.train(), batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The scalar loss of `model` on `batch`, as a user would write it in an eager training loop."""
+        if self.loss_fn is not None:
+            return self.loss_fn(model, *batch)
+        assert isinstance(batch, dict)
+        return model(**batch).loss

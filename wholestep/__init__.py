@@ -1,0 +1,14 @@
+"""Wholestep compiles the whole training step (forward, loss, backward, clip, update) into one static program."""
+
+from __future__ import annotations
+
+from . import machine
+
+machine.protect()  # before torch's first matrix product: see machine/cpu.py
+
+from .api import compile  # noqa: E402
+from .errors import WholestepError  # noqa: E402
+from .runtime.train_step import TrainStep  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["TrainStep", "WholestepError", "__version__", "compile"]

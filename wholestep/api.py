@@ -1,0 +1,144 @@
+"""`ws.compile`: the pipeline from a model, a loss and an optimizer to one program, top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import machine
+from .capture.capture import capture, named_state
+from .capture.structure import flatten
+from .errors import InputError
+from .ir.verify import verify as verify_ir
+from .runtime.executor import Executable
+from .runtime.train_step import Compiled, TrainStep
+from .training.build import build_step
+from .training.optimizer_plan import OptimizerPlan
+from .training.optimizers import plan_optimizer
+
+
+def compile(
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    *,
+    clip_norm: float | None = None,
+    verify: bool = False,
+) -> TrainStep:
+    """Compiles one whole training step: forward, loss, backward, clipping and the optimizer's update.
+
+    loss_fn: `loss_fn(model, *batch)`, or `loss_fn(output, target)`, or None where the model returns its own loss.
+    example_batch: a tuple of tensors (or a nesting of them), or a mapping for keyword batches. Later batches have the
+        same structure, shapes and dtypes.
+    clip_norm: clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`.
+    verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
+
+    The model and the optimizer stay the truth: their tensors are updated in place, and compiled and eager steps may be
+    mixed in any order. A compile that fails changes nothing.
+    """
+    machine.protect()
+    batch = as_batch(example_batch)
+    check_options(clip_norm)
+    check_model(model, loss_fn, optimizer, batch)
+    options = {"clip_norm": clip_norm, "verify": verify}
+    return TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options)
+
+
+def compile_step(step: TrainStep) -> Compiled:
+    """One compilation, from capture to the executable."""
+    clock = time.perf_counter
+    start = clock()
+    captured = capture(step.model, step.loss_fn, step.example_batch)
+    captured_at = clock()
+    plan = plan_optimizer(step.optimizer, captured.parameters)
+    program = build_step(captured, plan, step.options["clip_norm"])
+    built_at = clock()
+    verify_ir(program.module)
+    verified_at = clock()
+    executable = Executable(program.function, device_of(step.model))
+    done = clock()
+    seconds = {
+        "capture": captured_at - start,
+        "autodiff + update": built_at - captured_at,
+        "verify": verified_at - built_at,
+        "build": done - verified_at,
+    }
+    return Compiled(program, plan, executable, program_key(step, plan), seconds)
+
+
+def program_key(step: TrainStep, plan: OptimizerPlan) -> Any:
+    """What a program depends on beside its inputs: modes, frozen layers, the optimizer's structure."""
+    modes = tuple([m.training for m in step.model.modules()])
+    frozen = tuple([p.requires_grad for p in step.model.parameters()])
+    return modes, frozen, plan.structure()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device the model is on."""
+    devices = dict.fromkeys(t.device for t in (*model.parameters(), *model.buffers()))
+    if len(devices) > 1:
+        raise InputError(f"the model is spread over {', '.join(map(str, devices))}; move it to one device with .to(...)")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def as_batch(example: Any) -> Any:
+    """A batch as the step keeps it: a mapping, or a tuple of parts."""
+    if isinstance(example, Mapping):
+        return example
+    if isinstance(example, list | tuple):
+        return tuple(example)
+    return (example,)
+
+
+def check_options(clip_norm: float | None) -> None:
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0 and math.isfinite(clip_norm)):
+        raise InputError(f"clip_norm must be a positive number, not {clip_norm!r}")
+
+
+def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """Everything that can be said before capture: ownership, devices, hooks, NaN."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn must be callable or None, not {type(loss_fn).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    parameters, buffers, _ = named_state(model, loss_fn)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise InputError("no parameter of the model requires a gradient; unfreeze one with requires_grad_(True)")
+    owned = {id(p) for p in parameters.values()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in owned for p in held)
+    if foreign:
+        raise InputError(
+            f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's; build the optimizer "
+            "from model.parameters() after the model is complete and on its device"
+        )
+    for name, p in parameters.items():
+        if p._backward_hooks:
+            raise InputError(
+                f"parameter {name} has gradient hooks, which a compiled step would not call; remove them "
+                "(clip_norm= clips inside the step)"
+            )
+        if p.is_floating_point() and not p.is_meta and not bool(torch.isfinite(p).all()):
+            raise InputError(
+                f"parameter {name} holds NaN or infinite values before training starts; check its initialisation or "
+                "the checkpoint it came from"
+            )
+        if p.is_meta:
+            raise InputError(f"parameter {name} is on the meta device and has no values; materialise the model first")
+    device = device_of(model)
+    tensors: list[torch.Tensor] = []
+    names: list[str] = []
+    flatten(batch, tensors, names)
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.device != device:
+            raise InputError(
+                f"batch {name} is on {tensor.device} but the model is on {device}; move one of them with .to(...)"
+            )

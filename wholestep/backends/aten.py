@@ -1,0 +1,64 @@
+"""The ATen provider: runs every op of the step dialect through PyTorch's own kernels.
+
+An op without an `evaluate` rule runs through its expansion, flattened into the caller's program once per op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dialects.step import StepBuilder, constant_value
+from ..dialects.step.pointwise import is_scalar_number
+from ..errors import WholestepError
+from ..ir.core import Op, Value
+
+
+@dataclass(slots=True)
+class Call:
+    """One instruction: a callable, the operand values it takes (None where `numbers` holds a Python number)."""
+
+    op: Op
+    run: Callable[..., Any]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+def lower(op: Op, device: torch.device) -> Call:
+    """The call that runs an op. Constants of pointwise ops are passed as numbers, so that ATen rounds them as eager does."""
+    rule = getattr(op.definition, "evaluate", None)
+    if rule is None:
+        raise WholestepError(f"{op.name} (at {op.loc}) has neither an ATen implementation nor an expansion")
+    run = rule(op)
+    operands = op.operands
+    if not operands:
+        tensor = run(device=device)  # constants and counting: made once, when the program is built
+        return Call(op, lambda: tensor, (), op.results)
+    if getattr(op.definition, "pointwise", False) and len(operands) == 2:
+        left, right = operands
+        if is_scalar_number(right) and not is_scalar_number(left):
+            number = constant_value(right)
+            return Call(op, lambda x, run=run, number=number: run(x, number), (left,), op.results)
+        if is_scalar_number(left) and not is_scalar_number(right):
+            number = constant_value(left)
+            return Call(op, lambda x, run=run, number=number: run(number, x), (right,), op.results)
+    return Call(op, run, operands, op.results)
+
+
+def needs_expansion(op: Op) -> bool:
+    """Whether the op runs only through its expansion."""
+    return op.definition.evaluate is None and op.definition.expand is not None  # type: ignore[attr-defined]
+
+
+def expand_op(op: Op) -> None:
+    """Replaces an op by its expansion, in place; the new ops keep its location and phase."""
+    assert op.parent is not None
+    builder = StepBuilder(op.parent, op, op.loc, op.phase)
+    out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
+    values = [out] if isinstance(out, Value) else list(out)
+    for old, new in zip(op.results, values, strict=True):
+        old.replace_by(new)
+    op.erase()

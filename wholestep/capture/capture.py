@@ -1,0 +1,183 @@
+"""Model, loss and batch to a forward program: one function whose arguments are parameters, buffers, constants and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dialects.step import StepBuilder, ir_dtype, tensor_type
+from ..errors import CaptureError, InputError
+from ..ir.builtin import add_function, module
+from ..ir.core import Op, Value
+from ..ir.types import I64, TensorType
+from . import aten_nn, aten_pointwise, aten_shape  # noqa: F401  (they register their handlers)
+from .export import Exported, export
+from .importer import Importer
+from .references import Ref, fresh
+from .slots import Slot
+
+
+@dataclass(slots=True)
+class Captured:
+    """A forward program and what its arguments and results are."""
+
+    module: Op
+    function: Op
+    slots: list[Slot]
+    loss: Value
+    outputs: list[Value]
+    #: arguments that the forward pass changes (BatchNorm statistics), with their new values
+    changed: list[tuple[Slot, Value]]
+    constants: dict[str, torch.Tensor]
+    exported: Exported
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    opaque: dict[str, int] = field(default_factory=dict)
+
+
+def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
+    """Captures the forward pass and the loss."""
+    exported = export(model, loss_fn, batch)
+    program = exported.program
+    parameters, buffers, aliases = named_state(model, loss_fn)
+    root = module()
+    function = add_function(root, "step", [])
+    block = function.regions[0].block
+    b = StepBuilder(block, phase="forward")
+    slots: list[Slot] = []
+    arguments: dict[tuple[Any, ...], Ref] = {}
+    constants: dict[str, torch.Tensor] = {}
+
+    def argument(kind: str, name: str, source: tuple[Any, ...], type: TensorType) -> Ref:
+        """The argument for a source; the same source twice (a tied parameter) is one argument."""
+        found = arguments.get(source)
+        if found is None:
+            found = fresh(block.add_argument(type, name), name)
+            arguments[source] = found
+            slots.append(Slot(kind, name, source, type))
+        return found
+
+    inputs: list[Any] = []
+    batch_index = 0
+    for spec in program.graph_signature.input_specs:
+        kind, target = spec.kind.name, spec.target
+        if kind == "PARAMETER":
+            name = aliases[target]
+            inputs.append(argument("parameter", name, ("parameter", name), tensor_type(parameters[name])))
+        elif kind == "BUFFER":
+            name = aliases.get(target)
+            if name is None:
+                raise CaptureError(f"buffer {target} of the captured program is not a buffer of the model")
+            inputs.append(argument("buffer", name, ("buffer", name), tensor_type(buffers[name])))
+        elif kind == "CONSTANT_TENSOR":
+            tensor = program.constants[target]
+            if tensor.numel() <= 1 and not tensor.is_complex():
+                value = tensor.item() if tensor.numel() else 0
+                inputs.append(fresh(b.full(value, tuple(tensor.shape), ir_dtype(tensor.dtype))))
+            else:
+                constants[target] = tensor
+                inputs.append(argument("constant", target, ("constant", target), tensor_type(tensor)))
+        elif kind == "USER_INPUT":
+            if isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
+                name = exported.batch_names[batch_index]
+                node_type = tensor_type(_placeholder(program, spec.arg.name))
+                inputs.append(argument("batch", f"batch {name}", ("batch", batch_index), node_type))
+                batch_index += 1
+            else:
+                inputs.append(getattr(spec.arg, "value", None))
+        else:
+            raise CaptureError(f"the captured program has an input of kind {kind}, which is not supported")
+
+    def random_key() -> Value:
+        return argument("random_key", "random key", ("random_key",), TensorType((2,), I64)).value
+
+    importer = Importer(b, random_key, strip="model")
+    results = importer.run(program.graph_module, inputs)
+    values = [r.read(b) if isinstance(r, Ref) else None for r in results]
+    outputs = user_outputs(program, values)
+    loss = outputs[exported.loss_index]
+    check_loss(loss)
+    changed = []
+    for slot in slots:
+        ref = arguments[slot.source]
+        if ref.box.version:
+            if slot.kind == "parameter":
+                raise CaptureError(
+                    f"the forward pass changes parameter {slot.name} in place; change parameters in the optimizer, "
+                    "or make it a buffer"
+                )
+            changed.append((slot, ref.box.value))
+    captured = Captured(
+        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers, importer.opaque_targets
+    )
+    mark_loss_phase(captured)
+    return captured
+
+
+def named_state(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, each once, and the name for every path (tied tensors have several paths)."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    roots = [("model", "", model)]
+    if isinstance(loss_fn, nn.Module):
+        roots.append(("loss_fn", "loss_fn", loss_fn))
+    for path, shown, root in roots:
+        prefix = shown + "." if shown else ""
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            own = seen.setdefault(id(parameter), prefix + name)
+            parameters[own] = parameter
+            aliases[f"{path}.{name}"] = own
+        for name, buffer in root.named_buffers(remove_duplicate=False):
+            own = seen.setdefault(id(buffer), prefix + name)
+            buffers[own] = buffer
+            aliases[f"{path}.{name}"] = own
+    return parameters, buffers, aliases
+
+
+def _placeholder(program: Any, name: str) -> torch.Tensor:
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name == name:
+            return node.meta["val"]
+    raise CaptureError(f"the captured program has no input {name}")
+
+
+def user_outputs(program: Any, values: list[Value | None]) -> list[Value]:
+    """The values of the user's outputs, leaving out those that stand for mutations."""
+    out = []
+    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
+        if spec.kind.name == "USER_OUTPUT":
+            if value is None:
+                raise CaptureError("an output of the model is not a tensor")
+            out.append(value)
+    return out
+
+
+def check_loss(loss: Value) -> None:
+    """The loss must be one floating-point number."""
+    if loss.type.size != 1:
+        raise InputError(
+            f"the loss has shape {list(loss.type.shape)}; it must be a single number: take .mean() or .sum() of it"
+        )
+    if loss.type.element.kind != "float":
+        raise InputError(f"the loss is {loss.type}, an integer; a loss must be floating point to have a gradient")
+
+
+def mark_loss_phase(captured: Captured) -> None:
+    """Ops that belong to no submodule and lead to the loss alone are the loss; the rest is forward."""
+    kept = {id(v) for v in captured.outputs if v is not captured.loss} | {id(v) for _, v in captured.changed}
+    loss_ops: dict[Op, None] = {}
+    work = [captured.loss.op] if captured.loss.op is not None else []
+    while work:
+        op = work.pop()
+        if op in loss_ops or op.loc.layer not in ("", "loss_fn") or any(id(r) in kept for r in op.results):
+            continue
+        if any(user not in loss_ops for r in op.results for user in r.uses):
+            continue
+        loss_ops[op] = None
+        op.attributes["phase"] = "loss"
+        work += [v.op for v in op.operands if v.op is not None]

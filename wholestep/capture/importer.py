@@ -1,0 +1,522 @@
+"""From an fx graph of ATen calls to step ops, call by call.
+
+`import_graph` serves capture, traced gradients and traced optimizers alike. Handlers live in `aten_*.py`; what has none
+becomes `step.opaque`. Views and in-place calls are made functional on the way (see references.py).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..dialects.step import StepBuilder, tensor_type
+from ..dialects.step.opaque import encode_argument
+from ..errors import CaptureError
+from ..ir.core import UNKNOWN, Location, Value
+from ..ir.types import TensorType
+from .references import Ref, fresh, view
+
+Handler = Callable[..., Any]
+HANDLERS: dict[str, Handler] = {}
+
+
+def aten(*names: str) -> Callable[[Handler], Handler]:
+    """Registers a handler for ATen overloads: `handler(imp, *args, **kwargs)`, tensors as values.
+
+    `imp.b` is the builder and `imp.expected` the types the call must give. A handler returns a value, a sequence of
+    them, or NotImplemented to leave the call to `step.opaque`.
+    """
+
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            if "." not in name:
+                name += ".default"
+            if name in HANDLERS:
+                raise ValueError(f"two handlers for aten.{name}")
+            HANDLERS[name] = handler
+        return handler
+
+    return register
+
+
+IGNORED = {
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "_functional_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_set_grad_enabled",
+    "_autograd_enabled",
+}
+#: in-place calls whose functional twin has another name
+TWINS = {"zero_": "zeros_like", "fill_": "fill", "copy_": "copy"}
+#: calls that give back their input itself when there is nothing to do
+MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "view_as"}
+RANDOM_IN_PLACE = {"uniform_", "normal_", "bernoulli_", "exponential_"}
+#: library backward calls that forward programs never see but traced gradients do, kept whole on purpose
+NO_GRAD_OPS = {"detach"}
+
+
+class Importer:
+    """The state of one import: the builder, the values of the nodes, where random ops take their key from."""
+
+    def __init__(self, b: StepBuilder, random_key: Callable[[], Value] | None = None, strip: str = ""):
+        self.b = b
+        self.random_key = random_key
+        self.strip = strip
+        self.streams = 0
+        self.expected: list[TensorType] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.opaque_targets: dict[str, int] = {}
+        self._frames: dict[str, tuple[str, int]] = {}
+
+    # ---- graph walking -----------------------------------------------------------------------------------------------
+
+    def run(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Imports a graph. Inputs are Refs, values or constants in placeholder order; returns the output structure as Refs."""
+        given = iter(inputs)
+        outer = self.env
+        self.env = {}
+        result: Any = None
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                value = next(given)
+                self.env[node] = fresh(value) if isinstance(value, Value) else value
+            elif node.op == "get_attr":
+                self.env[node] = self.get_attr(graph_module, node)
+            elif node.op == "call_function":
+                self.b.loc = self.location(node) or self.b.loc
+                self.env[node] = self.call(node, graph_module)
+            elif node.op == "output":
+                result = self.resolve(node.args[0])
+            else:
+                raise CaptureError(f"the captured graph holds a {node.op} node ({node.target}), which is not expected")
+        self.env = outer
+        return result
+
+    def get_attr(self, graph_module: fx.GraphModule, node: fx.Node) -> Any:
+        found: Any = graph_module
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        if isinstance(found, torch.Tensor):
+            return fresh(self.constant_tensor(found, str(node.target)))
+        return found
+
+    def constant_tensor(self, tensor: torch.Tensor, name: str) -> Value:
+        """A tensor that the graph holds by value: only single numbers can be part of a program's text."""
+        if tensor.numel() == 1 and not tensor.is_complex():
+            return self.b.full(tensor.item(), tuple(tensor.shape), tensor_type(tensor).element)
+        raise CaptureError(
+            f"the graph holds the tensor constant {name} of shape {tuple(tensor.shape)}; "
+            "register it as a buffer of the model (self.register_buffer) so that it becomes an input of the program"
+        )
+
+    def resolve(self, argument: Any) -> Any:
+        """An fx argument with nodes replaced by what they stand for."""
+        if isinstance(argument, fx.Node):
+            return self.env[argument]
+        if isinstance(argument, list | tuple):
+            return [self.resolve(a) for a in argument]
+        if isinstance(argument, dict):
+            return {k: self.resolve(a) for k, a in argument.items()}
+        if isinstance(argument, slice):
+            return slice(self.resolve(argument.start), self.resolve(argument.stop), self.resolve(argument.step))
+        return argument
+
+    def read(self, argument: Any) -> Any:
+        """Refs read to values, symbolic numbers to numbers, within any nesting."""
+        if isinstance(argument, Ref):
+            return argument.read(self.b)
+        if isinstance(argument, list | tuple):
+            return [self.read(a) for a in argument]
+        if isinstance(argument, torch.SymInt):
+            return concrete(argument)
+        return argument
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, node: fx.Node, graph_module: fx.GraphModule) -> Any:
+        target = node.target
+        args, kwargs = self.resolve(node.args), self.resolve(node.kwargs)
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self.higher_order(node, target, args, kwargs)
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.python_call(node, target, args, kwargs)
+        packet = target._schema.name.split("::")[1]
+        if packet in IGNORED:
+            return None
+        if packet.startswith("sym_"):
+            return concrete(node.meta["val"])
+        self.expected = expected_types(node, packet)
+        try:
+            if target._schema.is_mutable:
+                return self.in_place(node, target, packet, args, kwargs)
+            return self.functional(node, target, packet, args, kwargs)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise CaptureError(f"{target} in layer {self.b.loc}: {error}") from error
+
+    def functional(self, node: fx.Node, target: Any, packet: str, args: Any, kwargs: Any) -> Any:
+        values = self.read(args)
+        named = {k: self.read(v) for k, v in kwargs.items()}
+        base = args[0] if args and isinstance(args[0], Ref) else None
+        source = values[0] if base is not None else None
+        out = self.emit(node, target, values, named)
+        aliasing = base is not None and (aliases_input(target) or (packet in MAYBE_ALIAS and same_storage(node)))
+        if not aliasing:
+            return wrap(out)
+        assert base is not None and source is not None
+        return self.as_views(base, source, out, target)
+
+    def as_views(self, base: Ref, source: Value, out: Any, target: Any) -> Any:
+        if isinstance(out, Value):
+            found = view(base, source, out)
+            return found or Ref(base.box, (), out, base.box.version, opaque_view=str(target))
+        return [self.as_views(base, source, part, target) for part in out]
+
+    def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """The values of a call: by its handler, or as an opaque op."""
+        key = str(target).removeprefix("aten.") if target.namespace == "aten" else ""
+        handler = HANDLERS.get(key)
+        if handler is not None and not any_complex(args, self.expected):
+            out = handler(self, *args, **kwargs)
+            if out is not NotImplemented:
+                check_types(target, out, self.expected)
+                return out
+        return self.opaque(node, target, args, kwargs)
+
+    def opaque(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Any operator without a handler, as it is."""
+        schema = target._schema
+        if schema.is_mutable:
+            raise ValueError("this in-place operator has no functional form here; write it without the underscore")
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise ValueError(
+                "this random operator is not part of the step dialect; draw with torch.rand, torch.randn or dropout"
+            )
+        if torch.Tag.dynamic_output_shape in target.tags and any(
+            isinstance(d, torch.SymInt) and not d.node.has_hint() for t in meta_tensors(node) for d in t.shape
+        ):
+            raise ValueError("the shape of its result depends on the data; use a mask (torch.where) instead")
+        operands: list[Value] = []
+
+        def operand(value: Any) -> int | None:
+            if not isinstance(value, Value):
+                return None
+            if value not in operands:
+                operands.append(value)
+            return operands.index(value)
+
+        arguments = [encode_argument(a, operand) for a in args]
+        keywords = {k: encode_argument(v, operand) for k, v in kwargs.items()}
+        name = str(target)
+        self.opaque_targets[name] = self.opaque_targets.get(name, 0) + 1
+        results = self.b.opaque(
+            operands, target=name, arguments=arguments, keywords=keywords, result_types=self.expected
+        )
+        flat = [results] if isinstance(results, Value) else list(results)
+        return unflatten_like(node.meta["val"], iter(flat))
+
+    def in_place(self, node: fx.Node, target: Any, packet: str, args: Any, kwargs: Any) -> Any:
+        """A mutating call: its functional twin, then a write."""
+        base = args[0]
+        if packet in ("detach_", "requires_grad_"):
+            if packet == "detach_":
+                base.write(self.b, self.b.detach(base.read(self.b)))
+            return base
+        if packet in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit"):
+            return self.functional_with_statistics(node, target, args, kwargs)
+        if not isinstance(base, Ref) or not packet.endswith("_"):
+            return self.functional_out(node, target, args, kwargs)
+        old = base.read(self.b)
+        values = self.read(args)
+        named = {k: self.read(v) for k, v in kwargs.items()}
+        self.expected = [old.type]
+        new = self.twin(node, packet, target, old, values, named)
+        new = self.b.broadcast_to(self.b.cast_to(new, old.type.element), old.type.shape)
+        base.write(self.b, new)
+        return base
+
+    def twin(self, node: fx.Node, packet: str, target: Any, old: Value, values: Any, named: Any) -> Value:
+        """What an in-place call would write."""
+        b = self.b
+        if packet == "copy_":
+            return values[1]
+        if packet == "zero_":
+            return b.zeros_like(old)
+        if packet == "fill_":
+            filler = values[1]
+            return filler if isinstance(filler, Value) else b.full(filler, old.type.shape, old.type.element)
+        if packet in RANDOM_IN_PLACE:
+            return self.random_in_place(packet, old, values[1:], named)
+        name = packet[:-1]
+        packet_object = getattr(getattr(torch.ops, target.namespace), name, None)
+        overload = getattr(packet_object, target._overloadname or "default", None) if packet_object else None
+        if overload is None:
+            raise ValueError(f"{packet} has no functional form; write it without the underscore")
+        # the functional twin may promote; what is written back is cast to the tensor's own type
+        self.expected = twin_types(overload, values, named) or [old.type]
+        return self.emit(node, overload, values, named)
+
+    def random_in_place(self, packet: str, old: Value, values: Any, named: Any) -> Value:
+        b, type = self.b, old.type
+        if packet == "uniform_":
+            low = values[0] if values else named.get("from", 0.0)
+            high = values[1] if len(values) > 1 else named.get("to", 1.0)
+            return b.add(b.mul(self.random("uniform", type), high - low), low)
+        if packet == "normal_":
+            mean = values[0] if values else named.get("mean", 0.0)
+            std = values[1] if len(values) > 1 else named.get("std", 1.0)
+            return b.add(b.mul(self.random("normal", type), std), mean)
+        if packet == "exponential_":
+            return b.div(self.random("exponential", type), values[0] if values else named.get("lambd", 1.0))
+        p = values[0] if values else named.get("p", 0.5)
+        draw = self.random("uniform", TensorType(type.shape, float_element(type)))
+        return b.cast_to(b.lt(draw, p), type.element)
+
+    def random(self, distribution: str, type: TensorType) -> Value:
+        """Random numbers with a stream of their own."""
+        if self.random_key is None:
+            raise ValueError("random numbers cannot be drawn here")
+        self.streams += 1
+        return self.b.random(self.random_key(), distribution=distribution, stream=self.streams, type=type)
+
+    def functional_with_statistics(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Batch norm: its running statistics are read, and written back where it trains."""
+        handler = HANDLERS.get(str(target).removeprefix("aten."))
+        if handler is None:
+            raise ValueError("this form of batch norm is not supported")
+        out, statistics = handler(self, *self.read(args), **{k: self.read(v) for k, v in kwargs.items()})
+        for ref, value in zip(args[3:5], statistics, strict=True):
+            if isinstance(ref, Ref) and value is not None:
+                ref.write(self.b, value)
+        check_types(target, out, self.expected)
+        return wrap(out)
+
+    def functional_out(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        raise ValueError("this operator changes one of its arguments; use its functional form")
+
+    def higher_order(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Regions of the user's code: no_grad and autocast wrappers are imported in place."""
+        name = target.name()
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *inner = args
+            out = self.run(body, inner)
+            if enabled:
+                return out
+            return [fresh(self.b.detach(r.read(self.b))) if isinstance(r, Ref) else r for r in out]
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache, body, *inner = args
+            if enabled:
+                raise CaptureError(
+                    f"torch.autocast is enabled inside the model at {self.b.loc}; "
+                    "take it out and let Wholestep choose precisions"
+                )
+            return self.run(body, inner)
+        if name in ("tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph"):
+            body = next(a for a in args if isinstance(a, fx.GraphModule))
+            inner = [a for a in args if not isinstance(a, fx.GraphModule | str)]
+            return self.run(body, inner)
+        raise CaptureError(
+            f"{name} at {self.b.loc}: control flow that depends on data is not part of a static program; "
+            "compute both branches and choose with torch.where"
+        )
+
+    def python_call(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Arithmetic on sizes: done now, since sizes are static."""
+        if "val" in node.meta and isinstance(node.meta["val"], torch.SymInt | torch.SymBool | torch.SymFloat):
+            return concrete(node.meta["val"])
+        if target in (torch._C._set_grad_enabled, torch._C._functorch):  # a marker without a result
+            return None
+        name = getattr(target, "__name__", str(target))
+        if all(isinstance(a, bool | int | float) for a in args):
+            return target(*args, **kwargs)
+        raise CaptureError(f"{name} at {self.b.loc} cannot be part of a static program")
+
+    # ---- where it comes from -----------------------------------------------------------------------------------------
+
+    def location(self, node: fx.Node) -> Location | None:
+        """Module path and user line of a node."""
+        stack = node.meta.get("nn_module_stack")
+        layer = ""
+        if stack:
+            layer = list(stack.values())[-1][0]
+            layer = layer if isinstance(layer, str) else str(layer)
+            layer = re.sub(r"^L\['self'\]\.?", "", layer)
+            layer = layer.removeprefix(self.strip).lstrip(".") if layer.startswith(self.strip) else layer
+        trace = node.meta.get("stack_trace")
+        file, line = self.frame(trace) if trace else ("", 0)
+        if not layer and not file:
+            return None
+        return Location(layer, file, line)
+
+    def frame(self, trace: str) -> tuple[str, int]:
+        """The innermost line of the user's code in a stack trace: the last frame outside torch."""
+        found = self._frames.get(trace)
+        if found is None:
+            frames = _FRAME.findall(trace)
+            own = [f for f in frames if "/torch/" not in f[0] and "/wholestep/" not in f[0]] or frames
+            found = (own[-1][0], int(own[-1][1])) if own else ("", 0)
+            self._frames[trace] = found
+        return found
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def import_graph(b: StepBuilder, graph_module: fx.GraphModule, inputs: Sequence[Value]) -> list[Value | None]:
+    """Imports a graph whose placeholders are these values; gives the values of its outputs, flat."""
+    importer = Importer(b)
+    out = importer.run(graph_module, list(inputs))
+    flat = out if isinstance(out, list) else [out]
+    return [r.read(b) if isinstance(r, Ref) else r for r in flat]
+
+
+# ---- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def concrete(value: Any) -> Any:
+    """A symbolic number as a number; ValueError where it is known only at run time."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not value.node.has_hint():
+            raise ValueError("a size depends on the data")
+        return value.node.hint if not isinstance(value, torch.SymInt) else int(value.node.hint)
+    return value
+
+
+def wrap(out: Any) -> Any:
+    return fresh(out) if isinstance(out, Value) else [wrap(v) for v in out] if isinstance(out, list | tuple) else out
+
+
+def meta_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a node gives, flat."""
+    out: list[torch.Tensor] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            out.append(value)
+        elif isinstance(value, list | tuple):
+            for v in value:
+                walk(v)
+
+    walk(node.meta.get("val"))
+    return out
+
+
+def expected_types(node: fx.Node, packet: str) -> list[TensorType]:
+    types = []
+    for t in meta_tensors(node):
+        if any(isinstance(d, torch.SymInt) and not d.node.has_hint() for d in t.shape):
+            raise CaptureError(
+                f"{node.target}: the shape of its result depends on the data, which a static program cannot have; "
+                "use a mask (torch.where) or a fixed size instead" + where(node)
+            )
+        types.append(tensor_type(t))
+    return types
+
+
+def where(node: fx.Node) -> str:
+    """` (file:line)` of a node, if known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+
+
+def unflatten_like(shape: Any, flat: Any) -> Any:
+    """Flat values arranged as the fake result is."""
+    if isinstance(shape, torch.Tensor):
+        return next(flat)
+    if isinstance(shape, list | tuple):
+        return [unflatten_like(s, flat) for s in shape]
+    return None
+
+
+def any_complex(args: Any, expected: list[TensorType]) -> bool:
+    if any(t.element.kind == "complex" for t in expected):
+        return True
+
+    def walk(value: Any) -> bool:
+        if isinstance(value, Value):
+            return value.type.element.kind == "complex"
+        if isinstance(value, complex):
+            return True
+        return isinstance(value, list | tuple) and any(walk(v) for v in value)
+
+    return walk(args)
+
+
+def check_types(target: Any, out: Any, expected: list[TensorType]) -> None:
+    """A handler must give exactly the types that torch gives; anything else is a bug of ours, said loudly."""
+    flat: list[Value] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Value):
+            flat.append(value)
+        elif isinstance(value, list | tuple):
+            for v in value:
+                walk(v)
+
+    walk(out)
+    got = [v.type for v in flat]
+    if got != expected:
+        raise CaptureError(f"internal error: {target} was captured as {got} but torch gives {expected}")
+
+
+def aliases_input(target: Any) -> bool:
+    """Whether the operator's schema says that a result shares storage with its first argument."""
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and not first.is_write
+
+
+def same_storage(node: fx.Node) -> bool:
+    """Whether a call that may give back its input or a view of it does so here, judged by shapes and strides."""
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    result = node.meta.get("val")
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    if source.dtype != result.dtype or source.device != result.device:
+        return False
+    if any(k in node.kwargs and node.kwargs[k] for k in ("copy",)):
+        return False
+    probe = torch.empty_strided(
+        [concrete(d) for d in source.shape], [concrete(d) for d in source.stride()], dtype=source.dtype, device="meta"
+    )
+    if source.shape == result.shape and source.stride() == result.stride():
+        return True
+    try:
+        probe.view([concrete(d) for d in result.shape])
+    except RuntimeError:
+        return False
+    return True
+
+
+def twin_types(overload: Any, values: Any, named: Any) -> list[TensorType]:
+    """Result types of a functional call, from torch's own shape functions on meta tensors."""
+    from ..dialects.step import torch_dtype
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, Value):
+            return torch.empty(value.type.shape, dtype=torch_dtype(value.type.element), device="meta")
+        if isinstance(value, list | tuple):
+            return [meta(v) for v in value]
+        return value
+
+    out = overload(*meta(values), **{k: meta(v) for k, v in named.items()})
+    return [tensor_type(out)]
+
+
+def float_element(type: TensorType):
+    from ..ir.types import F32
+
+    return type.element if type.element.kind == "float" else F32
+
+
+def location_of(value: Value) -> Location:
+    return value.op.loc if value.op is not None else UNKNOWN

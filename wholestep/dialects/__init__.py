@@ -1,0 +1,17 @@
+"""The dialects of a program, each an altitude: step says what is computed."""
+
+from __future__ import annotations
+
+from ..ir.builtin import builtin, func
+from ..ir.dialect import Context, Dialect
+from .step import step
+
+
+def all_dialects() -> list[Dialect]:
+    """Every dialect Wholestep ships."""
+    return [builtin, func, step]
+
+
+def context(allow_unregistered: bool = False) -> Context:
+    """A parsing context that knows every dialect."""
+    return Context(all_dialects(), allow_unregistered)

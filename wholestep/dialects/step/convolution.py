@@ -1,0 +1,195 @@
+"""Convolution in one, two or three dimensions, and its two gradients. The gradient of the bias is a sum."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...ir.core import Op
+from ...ir.dialect import Attr, FloatTensor, Operand, Result
+from ...ir.types import TensorType
+from .base import LABELS, Roles, StepOp, step
+from .support import blank, present, spread
+
+aten = torch.ops.aten
+
+
+class ConvolutionLike(StepOp):
+    """The attributes and common rules of a convolution and its gradients.
+
+    Inputs are [N, C, ...]. A kernel is [C_out, C_in / groups, ...], and [C_in, C_out / groups, ...] when transposed.
+    """
+
+    precision = "low"
+    stride = Attr("ints", "step of the window, per spatial dimension")
+    padding = Attr("ints", "zeros on both sides, per spatial dimension")
+    dilation = Attr("ints", "distance between taps, per spatial dimension")
+    transposed = Attr("bool", "whether this is the adjoint of a convolution", False)
+    output_padding = Attr("ints", "added to the size of a transposed result; empty for zeros", ())
+    groups = Attr("int", "channels are split into this many independent convolutions", 1)
+
+
+def window(op: Op) -> tuple:
+    """The arguments of ATen's convolution from stride to groups."""
+    stride = op.stride
+    return stride, op.padding, op.dilation, op.transposed, op.output_padding or (0,) * len(stride), op.groups
+
+
+def options(op: Op) -> dict:
+    """The attributes of a convolution, to build one of its gradients with."""
+    return {k: op.attributes[k] for k in ConvolutionLike.attribute_fields}
+
+
+def result_shape(x, w, stride, padding, dilation, transposed, output_padding, groups) -> tuple[int, ...]:
+    """The shape of a convolution."""
+    kernel = w.shape[2:]
+    if transposed:
+        extra = output_padding or (0,) * len(kernel)
+        sizes = [
+            (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+            for n, k, s, p, d, e in zip(x.shape[2:], kernel, stride, padding, dilation, extra, strict=True)
+        ]
+        return (x.shape[0], w.shape[1] * groups, *sizes)
+    sizes = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    return (x.shape[0], w.shape[0], *sizes)
+
+
+def multiply_adds(op: Op, x: TensorType, y: TensorType, w: TensorType) -> int:
+    """Flops of a convolution of x to y, which its gradients share: one multiply and add per tap and element."""
+    walked, channels = (x, w.shape[1]) if op.transposed else (y, w.shape[1])
+    return 2 * walked.size * channels * math.prod(w.shape[2:])
+
+
+def conv_roles(op: Op, x: str, w: str, y: str, order: str) -> Roles:
+    """Batch and output channels are parallel; spatial dimensions need their neighbours."""
+    grouped = op.groups > 1
+    whole = "".join(c for c in x + w + y if c not in "ano")
+    if grouped:
+        whole += "no"
+    table = {"x": x, "w": w, "y": y, "b": "o"}
+    specs = [table[c] for c in order]
+    return Roles(tuple(specs[:-1]), (specs[-1],), whole="".join(dict.fromkeys(whole)))
+
+
+def _labels(n: int) -> tuple[str, str, str]:
+    """Labels of x, w, y: batch a, input channels n, output channels o, spatial dimensions apart from one another."""
+    places = [c for c in LABELS if c not in "ano"]
+    inside, taps, outside = ("".join(places[i * n : (i + 1) * n]) for i in range(3))
+    return "an" + inside, "on" + taps, "ao" + outside
+
+
+def _roles(op: Op, order: str) -> Roles:
+    x, w, y = _labels(len(op.stride))
+    if op.transposed:
+        w = "no" + w[2:]
+    return conv_roles(op, x, w, y, order)
+
+
+@step.op
+class Conv(ConvolutionLike):
+    """Cross-correlation of x with a kernel, plus a bias per output channel."""
+
+    x = Operand(FloatTensor, "[N, C_in, ...]")
+    w = Operand(FloatTensor, "the kernel")
+    bias = Operand(FloatTensor, "one number per output channel", optional=True)
+    y = Result()
+
+    @staticmethod
+    def infer(x, w, bias, **window):
+        return x.with_shape(result_shape(x, w, **window))
+
+    @staticmethod
+    def check(op):
+        x, w, n = op.x.type, op.w.type, len(op.stride)
+        if not 1 <= n <= 3 or x.rank != n + 2 or w.rank != n + 2:
+            return "x and the kernel must have two dimensions more than the window, which has one to three"
+        if len(op.padding) != n or len(op.dilation) != n or len(op.output_padding) not in (0, n):
+            return "stride, padding, dilation and output_padding must have one number per spatial dimension"
+        if x.element is not w.element or (op.bias is not None and op.bias.type.element is not x.element):
+            return "operands differ in element type"
+        have = w.shape[0] if op.transposed else w.shape[1] * op.groups
+        if have != x.shape[1]:
+            return f"the kernel is made for {have} channels, x has {x.shape[1]}"
+        if op.bias is not None and op.bias.type.shape != (op.y.type.shape[1],):
+            return "the bias must be a [C_out] vector"
+        return "the result would be empty" if min(op.y.type.shape[2:]) < 1 else None
+
+    @staticmethod
+    def evaluate(op):
+        args = window(op)
+        return spread(op, lambda x, w, bias: aten.convolution.default(x, w, bias, *args))
+
+    @staticmethod
+    def derivative(b, op, dy):
+        dx = b.conv_input_grad(dy, op.w, input_shape=op.x.type.shape, **options(op))
+        dw = b.conv_weight_grad(op.x, dy, weight_shape=op.w.type.shape, **options(op))
+        dims = tuple(i for i in range(dy.type.rank) if i != 1)
+        return present(op, dx, dw, None if op.bias is None else b.sum(dy, dims=dims))
+
+    @staticmethod
+    def flops(op):
+        return multiply_adds(op, op.x.type, op.y.type, op.w.type) + (0 if op.bias is None else op.y.type.size)
+
+    @staticmethod
+    def roles(op):
+        return _roles(op, "xwy" if op.bias is None else "xwby")
+
+
+@step.op
+class ConvInputGrad(ConvolutionLike):
+    """dx of a convolution."""
+
+    dy = Operand(FloatTensor)
+    w = Operand(FloatTensor, "the kernel")
+    dx = Result()
+    input_shape = Attr("ints", "the shape of x")
+
+    @staticmethod
+    def infer(dy, w, input_shape, **window):
+        return dy.with_shape(input_shape)
+
+    @staticmethod
+    def evaluate(op):
+        shape, args = op.input_shape, window(op)
+        mask = [True, False, False]
+        return lambda dy, w: aten.convolution_backward.default(dy, blank(dy, shape), w, None, *args, mask)[0]
+
+    @staticmethod
+    def flops(op):
+        return multiply_adds(op, op.dx.type, op.dy.type, op.w.type)
+
+    @staticmethod
+    def roles(op):
+        return _roles(op, "ywx")
+
+
+@step.op
+class ConvWeightGrad(ConvolutionLike):
+    """dw of a convolution."""
+
+    x = Operand(FloatTensor)
+    dy = Operand(FloatTensor)
+    dw = Result()
+    weight_shape = Attr("ints", "the shape of the kernel")
+
+    @staticmethod
+    def infer(x, dy, weight_shape, **window):
+        return x.with_shape(weight_shape)
+
+    @staticmethod
+    def evaluate(op):
+        shape, args = op.weight_shape, window(op)
+        mask = [False, True, False]
+        return lambda x, dy: aten.convolution_backward.default(dy, x, blank(x, shape), None, *args, mask)[1]
+
+    @staticmethod
+    def flops(op):
+        return multiply_adds(op, op.x.type, op.dy.type, op.dw.type)
+
+    @staticmethod
+    def roles(op):
+        return _roles(op, "xyw")

@@ -1,0 +1,122 @@
+"""`step.opaque`: any other ATen (or registered custom) op, run as it is. Its gradient is traced from PyTorch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...ir.core import Op
+from ...ir.dialect import AnyType, Attr, Operand, Result
+from ...ir.types import ScalarType
+from .base import StepOp, ir_dtype, step, torch_dtype
+
+# How arguments that are not tensors are written in the `arguments` attribute.
+#   {"tensor": n} is operand n; {"dtype": t}, {"device": s}, {"layout": s}, {"memory_format": s} are torch's own values;
+#   lists, numbers, strings, booleans and None (`unit`) stand for themselves.
+
+
+def encode_argument(value: Any, operand: Callable[[Any], int | None]) -> Any:
+    """A Python argument of an ATen op as an attribute. `operand(value)` gives the operand number of a tensor."""
+    number = operand(value)
+    if number is not None:
+        return {"tensor": number}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, list | tuple):
+        return [encode_argument(v, operand) for v in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": ir_dtype(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, torch.layout):
+        return {"layout": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    raise TypeError(f"an argument of type {type(value).__name__} cannot be part of a program")
+
+
+_LAYOUTS = {"strided": torch.strided}
+_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+    "preserve_format": torch.preserve_format,
+}
+
+
+def decode_argument(value: Any, tensors: tuple[Any, ...]) -> Any:
+    """The inverse of `encode_argument`."""
+    if isinstance(value, list):
+        return [decode_argument(v, tensors) for v in value]
+    if isinstance(value, dict):
+        ((kind, inner),) = value.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind == "dtype":
+            return torch_dtype(inner)
+        if kind == "device":
+            return torch.device(inner)
+        if kind == "layout":
+            return _LAYOUTS[inner]
+        if kind == "memory_format":
+            return _FORMATS[inner]
+        return complex(*inner)
+    return value
+
+
+def resolve(target: str) -> Any:
+    """The torch operator that a target such as `aten.sort.default` names; only registered operators can be named."""
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def flatten_results(out: Any) -> list[Any]:
+    """The tensors among what an operator returned, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, list | tuple):
+        return [t for part in out for t in flatten_results(part)]
+    return []
+
+
+@step.op
+class Opaque(StepOp):
+    """One call of a registered torch operator."""
+
+    xs = Operand(AnyType, "the tensors among the arguments", variadic=True)
+    ys = Result(AnyType, "the tensors among the results", variadic=True)
+    target = Attr("str", "namespace.name.overload of the operator")
+    arguments = Attr("list", "positional arguments, tensors by operand number")
+    keywords = Attr("dict", "keyword arguments, likewise")
+
+    @staticmethod
+    def evaluate(op: Op):
+        function, arguments, keywords = resolve(op.target), op.arguments, op.keywords
+        single = len(op.results) == 1
+
+        def run(*tensors):
+            out = function(
+                *(decode_argument(a, tensors) for a in arguments),
+                **{k: decode_argument(a, tensors) for k, a in keywords.items()},
+            )
+            flat = flatten_results(out)
+            return flat[0] if single else tuple(flat)
+
+        return run
+
+    @staticmethod
+    def check(op):
+        return None if op.target.count(".") == 2 else "target must be namespace.name.overload"
+
+
+def is_dtype_argument(value: Any) -> bool:
+    """Whether an encoded argument is a dtype."""
+    return isinstance(value, dict) and isinstance(value.get("dtype"), ScalarType)

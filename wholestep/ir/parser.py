@@ -1,0 +1,813 @@
+"""Reads MLIR generic form: what our printer writes, and what `mlir-opt --mlir-print-op-generic` makes of it.
+
+One compiled regular expression cuts the text into tokens; a recursive descent reads ops, attributes and types.
+Values must be defined before they are used. Every failure is a ParseError with line, column and caret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import struct
+from typing import Any, NoReturn
+
+from ..errors import ParseError, VerifyError
+from . import verify as verifier
+from .attributes import Attribute, DialectAttribute, I32Array, Symbol
+from .builtin import Module, builtin, func, module
+from .collector import collector_paused
+from .core import UNKNOWN, Block, Location, Op, Region, Value
+from .dialect import Context, OpDef
+from .types import DialectType, FunctionType, ScalarType, TensorType, Type
+
+MAX_NESTING = verifier.MAX_NESTING
+
+_TOKEN = re.compile(
+    r"""(?>(?:[ \t\r\n]+|//[^\n]*)*)(?:
+    (%(?:[0-9]+|[A-Za-z$._\-][A-Za-z0-9$._\-]*)(?:\#[0-9]+)?)                   # 1 value
+    |(->|[(){}\[\]<>=:,?*+\-])                                                  # 2 punctuation, '-' also of a number
+    |("[^"\\\n]*(?:\\[^\n][^"\\\n]*)*")                                         # 3 string
+    |(tensor<(?:[0-9]+x)*(?:complex<[a-z0-9]+>|[a-z][A-Za-z0-9]*)>)             # 4 tensor type
+    |([A-Za-z_][A-Za-z0-9_$.]*)                                                 # 5 bare identifier
+    |(0x[0-9A-Fa-f]+|[0-9]+(?:\.[0-9]*(?:[eE][+\-]?[0-9]+)?)?)                  # 6 number
+    |([!\#@^](?:[A-Za-z0-9_$.\-]+|"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"))            # 7 type, attribute, symbol, block
+    |(\Z)                                                                       # 8 end
+    )""",
+    re.VERBOSE | re.ASCII,
+)
+# An op without regions as the printer writes it, on one line: a shortcut past its tokens. Its attributes, its types and
+# its location repeat a lot, so each is read once per distinct text.
+_LINE = re.compile(
+    r"""(?:(%[A-Za-z0-9$._\-]+)[ ]=[ ])?                                          # 1 the only result
+    ("[^"\\\n]+")                                                               # 2 name
+    \(((?:%[A-Za-z0-9$._\-\#]+(?:,[ ]%[A-Za-z0-9$._\-\#]+)*)?)\)                # 3 operands
+    (?:[ ](\{[^{}"/\n]*(?:"[^"\\\n]*"[^{}"/\n]*)*\}))?                          # 4 attributes
+    [ ]:[ ](\([^()"/\n]*\)[ ]->[ ](?:tensor<[^<>()"/\n]*>|\([^()"/\n]*\)))      # 5 types
+    (?:[ ](loc\("[^"\\\n]*"(?:\("[^"\\\n]*":[0-9]+:[0-9]+\)|:[0-9]+:[0-9]+)?\)))?  # 6 location
+    """,
+    re.VERBOSE | re.ASCII,
+)
+VALUE, PUNCTUATION, STRING, TENSOR, WORD, NUMBER, SIGIL, END = range(1, 9)
+_SYMBOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_$.]*\Z", re.ASCII)
+_SHORT_ESCAPES = {"n": 10, "t": 9, '"': 34, "\\": 92}
+
+
+def parse(text: str, context: Context, filename: str = "<text>", verify: bool = False) -> Op:
+    """The module that a text describes. Ops outside a module are put into one, as MLIR does.
+
+    With `verify`, the program is verified as well, and a VerifyError then shows the line of the text.
+    """
+    with collector_paused():
+        parser = _Parser(text, context, filename)
+        root = parser.module()
+        if verify:
+            parser.verify(root)
+    return root
+
+
+class _Parser:
+    def __init__(self, text: str, context: Context, filename: str):
+        self.text, self.context, self.filename = text, context, filename
+        self.match = _TOKEN.match
+        self.end = 0  # where the current token ends
+        self.kind = END
+        self.token = ""
+        self.definitions: dict[str, type[OpDef]] = {}
+        self.types: dict[str, Type] = {}
+        self.strings: dict[str, str] = {}
+        self.values: dict[str, Value] = {}  # by every way to write it: %x, %y#1
+        self.groups: dict[str, tuple[Value, ...]] = {}  # names of several results
+        self.dictionaries: dict[str, dict[str, Attribute]] = {}
+        self.signatures: dict[str, tuple[list[Type], list[Type]]] = {}
+        self.locations: dict[str, Location] = {}
+        self.defined: list[str] = []
+        self.argument_count = 0
+        self.positions: dict[Op, int] = {}
+        self.location_aliases: dict[str, Location | str] = {}
+        self.unresolved: list[tuple[Op, Location | str, int]] = []
+        self.advance()
+
+    # ---- tokens ----
+
+    def advance(self) -> None:
+        found = self.match(self.text, self.end)
+        if found is None:
+            self.bad_character()
+        self.kind = kind = found.lastindex or END
+        self.token = found[kind]
+        self.end = found.end()
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.token)
+
+    def bad_character(self) -> NoReturn:
+        text = self.text
+        position = re.compile(r"(?>(?:[ \t\r\n]+|//[^\n]*)*)").match(text, self.end).end()  # type: ignore[union-attr]
+        if text[position] == '"':
+            self.fail("this string is not closed on its line", position)
+        if text.startswith("//", position):
+            position = len(text)
+        self.fail(f"unexpected character {text[position]!r}" if position < len(text) else "unexpected end", position)
+
+    def fail(self, message: str, position: int | None = None) -> NoReturn:
+        if position is None:
+            position = self.start
+        line, column, source = self.place(position)
+        raise ParseError(message, self.filename, line, column, source)
+
+    def place(self, position: int) -> tuple[int, int, str]:
+        """Line, column and source line of a position."""
+        begin = self.text.rfind("\n", 0, position) + 1
+        finish = self.text.find("\n", position)
+        source = self.text[begin : finish if finish >= 0 else len(self.text)]
+        return self.text.count("\n", 0, position) + 1, position - begin + 1, source
+
+    def seen(self) -> str:
+        """The current token, for messages."""
+        return f"found {self.token!r}" if self.kind != END else "the text ends here"
+
+    def expect(self, token: str, where: str) -> None:
+        if self.token != token or self.kind != PUNCTUATION:
+            self.fail(f"expected '{token}' {where}, {self.seen()}")
+        self.advance()
+
+    def accept(self, token: str) -> bool:
+        if self.token == token and self.kind == PUNCTUATION:
+            self.advance()
+            return True
+        return False
+
+    # ---- ops ----
+
+    def module(self) -> Op:
+        ops: list[Op] = []
+        while self.kind != END:
+            if self.kind == SIGIL and self.token.startswith("#"):
+                self.location_alias()
+            else:
+                ops.append(self.op(0))
+        self.resolve_locations()
+        if len(ops) == 1 and ops[0].definition is Module:
+            return ops[0]
+        root = module()
+        for op in ops:
+            root.regions[0].block.append(op)
+        return root
+
+    def op(self, depth: int) -> Op:
+        line = _LINE.match(self.text, self.start)
+        return self.tokens_of_op(depth) if line is None else self.line_of_op(line)
+
+    def seek(self, position: int) -> None:
+        self.end = position
+        self.advance()
+
+    def line_of_op(self, line: re.Match[str]) -> Op:
+        """An op that stands on one line; does what `tokens_of_op` does."""
+        name, quoted, uses, entries, types, place = line.groups()
+        start = line.start()
+        definition = self.definitions.get(quoted)
+        if definition is None:
+            self.seek(line.start(2))
+            definition = self.find_definition()
+        try:
+            values = self.values
+            operands = [values[use] for use in uses.split(", ")] if uses else []
+        except KeyError:
+            operands = self.uses_at(line.start(3), line.end(3))
+        attributes: dict[str, Attribute] = {}
+        if entries is not None:
+            known = self.dictionaries.get(entries)
+            if known is None:
+                self.seek(line.start(4))
+                known = {}
+                self.dictionary(known, 0)
+                self.dictionaries[entries] = known
+            attributes = known.copy()
+        signature = self.signatures.get(types)
+        if signature is None:
+            self.seek(line.start(5))
+            inputs = self.type_list(0)
+            self.expect("->", "after the operand types")
+            signature = self.signatures[types] = (inputs, self.result_types(0))
+        if signature[0] != [value.type for value in operands]:
+            self.check_operands(definition, operands, signature[0], start, line.start(3))
+        loc = UNKNOWN
+        if place is not None:
+            known_loc = self.locations.get(place)
+            if known_loc is None:
+                self.seek(line.start(6))
+                known_loc = self.locations[place] = self.location()
+            loc = known_loc
+        self.end = line.end()
+        self.advance()
+        op = Op(definition, operands, signature[1], attributes, (), loc)
+        self.positions[op] = start
+        if place is None and self.token == "loc" and self.kind == WORD:
+            self.location_of(op)
+        if name is not None:
+            results = op.results
+            if len(results) == 1 and name not in values and name not in self.groups:
+                values[name] = results[0]
+                self.defined.append(name)
+                if not name[1].isdigit():
+                    results[0].name = name[1:]
+                elif not name[1:].isdigit():
+                    self.fail(f"{name} is not the name of a value: it starts with a digit", start)
+            else:
+                self.define_results(op, [(name, None, start)])
+        return op
+
+    def uses_at(self, start: int, end: int) -> list[Value]:
+        """The operands written in a piece of the text, token by token."""
+        self.seek(start)
+        found = []
+        while self.start < end:
+            if self.kind == VALUE:
+                found.append(self.use())
+            elif self.token != ",":
+                self.fail(f"expected a value, {self.seen()}")
+            self.advance()
+        return found
+
+    def check_operands(
+        self, definition: type[OpDef], operands: list[Value], types: list[Type], start: int, first: int
+    ) -> None:
+        """Fails where the types as written are not those of the operands; `first` is where the first one stands."""
+        if len(types) != len(operands):
+            self.fail(f"{definition.name} has {len(operands)} operands but {len(types)} operand types", start)
+        for i, value in enumerate(operands):
+            if value.type is not types[i]:
+                self.seek(first)
+                for _ in range(2 * i):  # past each earlier value and its comma
+                    self.advance()
+                self.fail(f"{self.token} is defined as {value.type} but used as {types[i]}")
+
+    def tokens_of_op(self, depth: int) -> Op:
+        names: list[tuple[str, int | None, int]] = []
+        start = self.start
+        if self.kind == VALUE:
+            names = self.result_names()
+        if self.kind != STRING:
+            self.fail(f'expected an op such as "dialect.name"(...), {self.seen()}')
+        definition = self.definitions.get(self.token) or self.find_definition()
+        self.advance()
+        self.expect("(", "before the operands")
+        operands: list[Value] = []
+        first = self.start
+        while self.kind == VALUE:
+            operands.append(self.use())
+            self.advance()
+            if self.token != ",":
+                break
+            self.advance()
+            if self.kind != VALUE:
+                self.fail(f"expected a value after ',', {self.seen()}")
+        self.expect(")", "after the operands")
+        attributes: dict[str, Attribute] = {}
+        if self.token == "[" and self.kind == PUNCTUATION:
+            self.fail("successor blocks are not supported: control flow is structured")
+        if self.token == "<" and self.kind == PUNCTUATION:
+            self.advance()
+            self.dictionary(attributes, 0)
+            self.expect(">", "after the properties")
+        regions: list[Region] = []
+        if self.token == "(" and self.kind == PUNCTUATION:
+            regions = self.regions(definition, depth)
+        if self.token == "{" and self.kind == PUNCTUATION:
+            self.dictionary(attributes, 0)
+        self.expect(":", "before the types of the op")
+        if self.token != "(" or self.kind != PUNCTUATION:
+            self.fail(f"expected the operand types in parentheses, {self.seen()}")
+        inputs = self.type_list(0)
+        self.expect("->", "after the operand types")
+        outputs = self.result_types(0)
+        if inputs != [value.type for value in operands]:
+            self.check_operands(definition, operands, inputs, start, first)
+        op = Op(definition, operands, outputs, attributes, regions)
+        self.positions[op] = start
+        if self.token == "loc" and self.kind == WORD:
+            self.location_of(op)
+        if names:
+            self.define_results(op, names)
+        return op
+
+    def result_names(self) -> list[tuple[str, int | None, int]]:
+        names: list[tuple[str, int | None, int]] = []
+        while True:
+            if self.kind != VALUE or "#" in self.token:
+                self.fail(f"expected the name of a result, {self.seen()}")
+            name, position, count = self.token, self.start, None
+            self.advance()
+            if self.accept(":"):
+                if self.kind != NUMBER or not self.token.isdigit() or len(self.token) > 6 or int(self.token) < 1:
+                    self.fail(f"expected the number of results, {self.seen()}")
+                count = int(self.token)
+                self.advance()
+            names.append((name, count, position))
+            if not self.accept(","):
+                self.expect("=", "after the names of the results")
+                return names
+
+    def define_results(self, op: Op, names: list[tuple[str, int | None, int]]) -> None:
+        results = op.results
+        named = sum(count or 1 for _, count, _ in names)
+        if named != len(results):
+            self.fail(f"{op.name} has {len(results)} results but {named} are named", names[0][2])
+        index = 0
+        for name, count, position in names:
+            group = results[index : index + (count or 1)]
+            self.define(name, group, position)
+            index += len(group)
+
+    def define(self, name: str, group: tuple[Value, ...], position: int) -> None:
+        """Gives a name of the text to one value or several."""
+        if name in self.values or name in self.groups:
+            self.fail(f"{name} is defined twice", position)
+        if len(group) == 1:
+            self.values[name] = group[0]
+        else:
+            self.groups[name] = group
+            for i, value in enumerate(group):
+                self.values[f"{name}#{i}"] = value
+                self.defined.append(f"{name}#{i}")
+        self.defined.append(name)
+        if not name[1].isdigit():
+            group[0].name = name[1:]
+
+    def use(self) -> Value:
+        """The value that the current token names."""
+        token = self.token
+        found = self.values.get(token)
+        if found is not None:
+            return found
+        name, _, index = token.partition("#")
+        if name in self.groups:
+            count = len(self.groups[name])
+            self.fail(f"{name} has {count} results; {token} is none of them; write {name}#0")
+        if name in self.values:
+            if index.strip("0"):
+                self.fail(f"{name} has one result; {token} is none")
+            return self.values[name]
+        near = difflib.get_close_matches(name, [*self.values, *self.groups], 1)
+        hint = f"; did you mean {near[0]}?" if near else "; a value must be defined before it is used"
+        self.fail(f"{name} is not defined{hint}")
+
+    def find_definition(self) -> type[OpDef]:
+        name = self.string()
+        found = self.context.find(name)
+        if found is None:
+            own = {"builtin": builtin, "func": func}.get(name.partition(".")[0])
+            found = own.ops.get(name.partition(".")[2]) if own else None
+        if found is None:
+            dialects = [*self.context.dialects.values(), builtin, func]
+            known = {definition.name: None for dialect in dialects for definition in dialect.ops.values()}
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known dialects: {', '.join(self.context.dialects)}"
+            self.fail(f"unknown op {name!r}{hint}")
+        self.definitions[self.token] = found
+        return found
+
+    # ---- regions ----
+
+    def regions(self, definition: type[OpDef], depth: int) -> list[Region]:
+        if depth >= MAX_NESTING:
+            self.fail(f"regions are nested more than {MAX_NESTING} deep")
+        self.advance()
+        regions = []
+        while True:
+            regions.append(self.region(definition, depth))
+            if not self.accept(","):
+                break
+        self.expect(")", "after the regions")
+        return regions
+
+    def region(self, definition: type[OpDef], depth: int) -> Region:
+        saved = (self.values, self.groups, self.defined, self.argument_count)
+        self.defined = []
+        if definition.isolated:
+            self.values, self.groups, self.argument_count = {}, {}, 0
+        self.expect("{", "before a region")
+        region = Region()
+        block: Block | None = None
+        while not (self.token == "}" and self.kind == PUNCTUATION):
+            if self.kind == SIGIL and self.token.startswith("^"):
+                if block is not None:
+                    self.fail("a region has at most one block")
+                block = self.block_header()
+            elif block is None:
+                block = Block()
+            if self.kind == END:
+                self.fail("the text ends inside a region; expected '}'")
+            if block.parent is None:
+                region.append(block)
+            if not (self.token == "}" and self.kind == PUNCTUATION) and self.kind != SIGIL:
+                block.append(self.op(depth + 1))
+            elif self.kind == SIGIL and not self.token.startswith("^"):
+                self.fail(f"expected an op, {self.seen()}")
+        self.advance()
+        if not definition.isolated:
+            for name in self.defined:
+                self.values.pop(name, None)
+                self.groups.pop(name, None)
+            saved = (*saved[:3], self.argument_count)
+        self.values, self.groups, self.defined, self.argument_count = saved
+        return region
+
+    def block_header(self) -> Block:
+        self.advance()
+        block = Block()
+        if self.accept("("):
+            while self.token != ")":
+                name, position = self.token, self.start
+                if self.kind != VALUE or "#" in name:
+                    self.fail(f"expected the name of a block argument, {self.seen()}")
+                self.advance()
+                self.expect(":", "before the type of the argument")
+                value = block.add_argument(self.type(0))
+                self.define(name, (value,), position)
+                if name == f"%arg{self.argument_count}":
+                    value.name = None
+                self.argument_count += 1
+                if self.token == "loc" and self.kind == WORD:
+                    self.location()
+                if not self.accept(","):
+                    break
+                if self.kind != VALUE:
+                    self.fail(f"expected a block argument after ',', {self.seen()}")
+            self.expect(")", "after the block arguments")
+        self.expect(":", "after the block header")
+        return block
+
+    # ---- attributes ----
+
+    def dictionary(self, into: dict[str, Attribute], depth: int) -> None:
+        """Reads `{key = value, ...}`."""
+        self.expect("{", "before attributes")
+        if self.accept("}"):
+            return
+        while True:
+            if self.kind == WORD:
+                key = self.token
+            elif self.kind == STRING:
+                key = self.string()
+            else:
+                self.fail(f"expected the name of an attribute, {self.seen()}")
+            if key in into:
+                self.fail(f"the attribute {key!r} is given twice")
+            self.advance()
+            if self.token == "=" and self.kind == PUNCTUATION:
+                self.advance()
+                if self.kind == STRING:
+                    into[key] = self.strings.get(self.token) or self.string()
+                    self.advance()
+                else:
+                    into[key] = self.attribute(depth)
+            else:
+                into[key] = None
+            if self.token != "," or self.kind != PUNCTUATION:
+                break
+            self.advance()
+        self.expect("}", "after the attributes")
+
+    def attribute(self, depth: int) -> Attribute:
+        if depth > MAX_NESTING:
+            self.fail(f"attributes are nested more than {MAX_NESTING} deep")
+        kind, token = self.kind, self.token
+        if kind == STRING:
+            value = self.string()
+            self.advance()
+            return value
+        if kind == NUMBER or (kind == PUNCTUATION and token == "-"):
+            return self.number()
+        if kind == WORD:
+            if token == "true" or token == "false":
+                self.advance()
+                return token == "true"
+            if token == "unit":
+                self.advance()
+                return None
+            if token == "array":
+                return self.dense_array()
+            return self.type(depth)
+        if kind == SIGIL and token[0] == "@":
+            return self.symbol()
+        if kind == SIGIL and token[0] == "#":
+            name = self.dialect_name("attribute")
+            return DialectAttribute(name, self.parameters(depth))
+        if kind == PUNCTUATION:
+            if token == "[":
+                return self.array(depth)
+            if token == "{":
+                entries: dict[str, Attribute] = {}
+                self.dictionary(entries, depth + 1)
+                return entries
+            if token == "(":
+                return self.type(depth)
+        if kind in (TENSOR, SIGIL):
+            return self.type(depth)
+        self.fail(f"expected an attribute, {self.seen()}")
+
+    def array(self, depth: int) -> list[Attribute]:
+        self.advance()
+        items: list[Attribute] = []
+        if self.accept("]"):
+            return items
+        while True:
+            items.append(self.attribute(depth + 1))
+            if not self.accept(","):
+                break
+        self.expect("]", "after the list")
+        return items
+
+    def number(self) -> int | float:
+        start = self.start
+        sign = ""
+        if self.token == "-":
+            sign = "-"
+            self.advance()
+            if self.kind != NUMBER:
+                self.fail(f"expected a number after '-', {self.seen()}")
+        token = self.token
+        self.advance()
+        type_name = ""
+        if self.accept(":"):
+            if self.kind != WORD:
+                self.fail(f"expected the type of the number, {self.seen()}")
+            type_name = self.token
+            self.advance()
+        if "." in token:
+            if type_name not in ("", "f64"):
+                self.fail("float attributes are f64 here", start)
+            value = float(sign + token)
+            if math.isinf(value):
+                self.fail("this number does not fit in f64", start)
+            return value
+        if type_name == "f64":
+            if not token.startswith("0x") or sign or len(token) > 18:
+                self.fail("a float is written with a point, or as the 64 bits of the number in hexadecimal", start)
+            return float(struct.unpack("<d", struct.pack("<Q", int(token, 16)))[0])
+        if type_name not in ("", "i64"):
+            self.fail(f"integer attributes are i64 here, not {type_name}", start)
+        return self.integer(sign, token, start)
+
+    def integer(self, sign: str, token: str, start: int, bits: int = 64) -> int:
+        value = int(sign + token, 16 if token.startswith("0x") else 10) if len(token) <= 20 else 1 << 64
+        if not -(1 << (bits - 1)) <= value < 1 << (bits - 1):
+            self.fail(f"this number does not fit in {bits} bits", start)
+        return value
+
+    def dense_array(self) -> tuple[int, ...] | I32Array:
+        self.advance()
+        self.expect("<", "after 'array'")
+        element = self.token
+        if self.kind != WORD or element not in ("i64", "i32"):
+            self.fail(f"expected array<i64: ...> or array<i32: ...>, {self.seen()}")
+        bits = int(element[1:])
+        self.advance()
+        items: list[int] = []
+        if self.accept(":"):
+            while True:
+                start = self.start
+                sign = "-" if self.accept("-") else ""
+                if self.kind != NUMBER or "." in self.token:
+                    self.fail(f"expected an integer, {self.seen()}")
+                items.append(self.integer(sign, self.token, start, bits))
+                self.advance()
+                if self.token != "," or self.kind != PUNCTUATION:
+                    break
+                self.advance()
+        self.expect(">", "after the array")
+        return tuple(items) if bits == 64 else I32Array(tuple(items))
+
+    def symbol(self) -> Symbol:
+        token = self.token
+        if token[1] == '"':
+            name = self.string(token[1:])
+        elif _SYMBOL_NAME.match(token, 1):
+            name = token[1:]
+        else:
+            self.fail(f"{token} is not the name of a symbol")
+        self.advance()
+        return Symbol(name)
+
+    def dialect_name(self, what: str) -> str:
+        name = self.token[1:]
+        if not _SYMBOL_NAME.match(name) or "." not in name.strip("."):
+            self.fail(f"expected a dialect's {what} such as {self.token[0]}dialect.name, {self.seen()}")
+        self.advance()
+        return name
+
+    def parameters(self, depth: int) -> tuple[Attribute, ...]:
+        if not self.accept("<"):
+            return ()
+        items: list[Attribute] = []
+        while True:
+            items.append(self.attribute(depth + 1))
+            if not self.accept(","):
+                break
+        self.expect(">", "after the parameters")
+        return tuple(items)
+
+    def string(self, token: str | None = None) -> str:
+        """The value of a quoted token; does not advance."""
+        token = self.token if token is None else token
+        body = token[1:-1]
+        if "\\" not in body:
+            value = body
+        else:
+            raw = bytearray()
+            position = 0
+            while position < len(body):
+                ch = body[position]
+                if ch != "\\":
+                    raw += ch.encode("utf-8", "surrogatepass")
+                    position += 1
+                elif body[position + 1] in _SHORT_ESCAPES:
+                    raw.append(_SHORT_ESCAPES[body[position + 1]])
+                    position += 2
+                elif re.match(r"[0-9A-Fa-f]{2}", body[position + 1 : position + 3]):
+                    raw.append(int(body[position + 1 : position + 3], 16))
+                    position += 3
+                else:
+                    self.fail(f"unknown escape {body[position : position + 2]!r} in a string", self.end - len(token))
+            try:
+                value = raw.decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError:
+                self.fail("the bytes of this string are not UTF-8", self.end - len(token))
+        self.strings[token] = value
+        return value
+
+    # ---- types ----
+
+    def type(self, depth: int) -> Type:
+        if depth > MAX_NESTING:
+            self.fail(f"types are nested more than {MAX_NESTING} deep")
+        token, kind = self.token, self.kind
+        if kind == TENSOR:
+            found = self.types.get(token) or self.tensor()
+            self.advance()
+            return found
+        if kind == WORD:
+            if token == "complex":
+                return self.complex()
+            if token == "tensor":
+                self.fail("expected a tensor with a static shape and a known element type, such as tensor<2x3xf32>")
+            return self.scalar()
+        if kind == PUNCTUATION and token == "(":
+            inputs = self.type_list(depth + 1)
+            self.expect("->", "in a function type")
+            return FunctionType(tuple(inputs), tuple(self.result_types(depth + 1)))
+        if kind == SIGIL and token[0] == "!":
+            name = self.dialect_name("type")
+            return DialectType(name, self.parameters(depth))
+        self.fail(f"expected a type, {self.seen()}")
+
+    def scalar(self) -> ScalarType:
+        try:
+            found = ScalarType(self.token)
+        except ValueError as error:
+            self.fail(str(error))
+        self.advance()
+        return found
+
+    def complex(self) -> ScalarType:
+        start = self.start
+        self.advance()
+        self.expect("<", "after 'complex'")
+        inner = self.token
+        self.advance()
+        if f"complex<{inner}>" not in ("complex<f32>", "complex<f64>"):
+            self.fail("expected complex<f32> or complex<f64>", start)
+        self.expect(">", "after the element of a complex type")
+        return ScalarType(f"complex<{inner}>")
+
+    def tensor(self) -> TensorType:
+        """The type of a tensor token; does not advance."""
+        token = self.token
+        body = token[7:-1]
+        shape: list[int] = []
+        while body[0].isdigit():
+            size, _, body = body.partition("x")
+            shape.append(self.integer("", size, self.start))
+        try:
+            found = TensorType(tuple(shape), ScalarType(body))
+        except ValueError as error:
+            self.fail(str(error))
+        self.types[token] = found
+        return found
+
+    def type_list(self, depth: int) -> list[Type]:
+        """Reads `(type, ...)`; the current token is the parenthesis."""
+        self.advance()
+        types: list[Type] = []
+        if self.token == ")" and self.kind == PUNCTUATION:
+            self.advance()
+            return types
+        known = self.types
+        while True:
+            found = known.get(self.token) if self.kind == TENSOR else None
+            if found is not None:
+                self.advance()
+            else:
+                found = self.type(depth)
+            types.append(found)
+            if self.token != "," or self.kind != PUNCTUATION:
+                break
+            self.advance()
+        self.expect(")", "after the types")
+        return types
+
+    def result_types(self, depth: int) -> list[Type]:
+        if self.token == "(" and self.kind == PUNCTUATION:
+            return self.type_list(depth)
+        return [self.type(depth)]
+
+    # ---- locations ----
+
+    def location_of(self, op: Op) -> None:
+        position = self.start
+        loc = self.location()
+        if isinstance(loc, Location):
+            op.loc = loc
+        else:
+            self.unresolved.append((op, loc, position))
+
+    def location(self) -> Any:
+        """Reads `loc(...)`: a Location, or something that `resolve` makes one of when all aliases are known."""
+        self.advance()
+        self.expect("(", "after 'loc'")
+        found = self.location_body(0)
+        self.expect(")", "after the location")
+        return found
+
+    def location_body(self, depth: int) -> Any:
+        if depth > MAX_NESTING:
+            self.fail(f"locations are nested more than {MAX_NESTING} deep")
+        if self.kind == SIGIL and self.token.startswith("#"):
+            alias = self.token
+            self.advance()
+            return alias
+        if self.kind == WORD and self.token == "unknown":
+            self.advance()
+            return UNKNOWN
+        if self.kind != STRING:
+            self.fail(f"expected a location, {self.seen()}")
+        text = self.string()
+        self.advance()
+        if self.accept(":"):
+            line = self.line_number()
+            if self.accept(":"):
+                self.line_number()
+            return Location("", text, line)
+        if self.accept("("):
+            inner = self.location_body(depth + 1)
+            self.expect(")", "after the place of a named location")
+            if isinstance(inner, Location):
+                return Location(text, inner.file, inner.line)
+            return (text, inner)
+        return Location(text)
+
+    def line_number(self) -> int:
+        if self.kind != NUMBER or not self.token.isdigit():
+            self.fail(f"expected a line or column number, {self.seen()}")
+        value = self.integer("", self.token, self.start)
+        self.advance()
+        return value
+
+    def location_alias(self) -> None:
+        name = self.token
+        self.advance()
+        self.expect("=", "after an alias")
+        if self.token != "loc" or self.kind != WORD:
+            self.fail(f"only locations may have aliases, {self.seen()}")
+        self.location_aliases[name] = self.location()
+
+    def resolve_locations(self) -> None:
+        for op, loc, position in self.unresolved:
+            op.loc = self.resolve(loc, position, 0)
+
+    def resolve(self, loc: Any, position: int, depth: int) -> Location:
+        if isinstance(loc, Location):
+            return loc
+        if depth > MAX_NESTING:
+            self.fail("this location refers to itself", position)
+        if isinstance(loc, tuple):
+            inner = self.resolve(loc[1], position, depth + 1)
+            return Location(loc[0], inner.file, inner.line)
+        if loc not in self.location_aliases:
+            self.fail(f"the location {loc} is not defined", position)
+        return self.resolve(self.location_aliases[loc], position, depth + 1)
+
+    # ---- verification ----
+
+    def verify(self, root: Op) -> None:
+        try:
+            verifier.verify(root)
+        except verifier.InvalidOp as error:
+            line, column, source = self.place(self.positions.get(error.op, 0))
+            caret = " " * (column - 1) + "^"
+            message = f"{self.filename}:{line}:{column}: error: {error.op.name}: {error.problem}\n{source}\n{caret}"
+            raise VerifyError(message) from None

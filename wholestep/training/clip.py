@@ -1,0 +1,21 @@
+"""Clipping by global norm inside the program, with the numbers of `torch.nn.utils.clip_grad_norm_`."""
+
+from __future__ import annotations
+
+from ..dialects.step import StepBuilder
+from ..ir.core import Value
+
+EPSILON = 1e-6
+
+
+def clip_by_norm(b: StepBuilder, grads: dict[str, Value], max_norm: float) -> tuple[dict[str, Value], Value]:
+    """Gradients scaled so that their joint 2-norm is at most `max_norm`, and the norm before scaling."""
+    first = next(iter(grads.values())).type.element
+    norms = []
+    for grad in grads.values():
+        square = b.sum(b.mul(grad, grad), dims=tuple(range(grad.type.rank)))
+        norms.append(b.reshape_to(b.cast_to(b.sqrt(square), first), (1,)))
+    stacked = b.concat(norms, dim=0) if len(norms) > 1 else norms[0]
+    total = b.sqrt(b.sum(b.mul(stacked, stacked), dims=(0,)))
+    scale = b.minimum(b.div(b.full(max_norm, (), first), b.add(total, EPSILON)), 1.0)
+    return {name: b.mul(grad, b.cast_to(scale, grad.type.element)) for name, grad in grads.items()}, total

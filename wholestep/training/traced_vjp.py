@@ -1,0 +1,78 @@
+"""Derivatives of ops without a rule of ours: traced from PyTorch's autograd once per signature, then replayed.
+
+The trace calls the op's own reference implementation on fake tensors, asks autograd for the gradients, and imports the
+ATen calls that autograd made. The forward call in the trace is the op itself again; CSE merges the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..capture.importer import import_graph
+from ..dialects.step import StepBuilder, torch_dtype
+from ..errors import DifferentiationError
+from ..ir.attributes import freeze
+from ..ir.core import Op, Value
+
+
+class VjpCache:
+    """Traced derivatives by signature: op, attributes, operand types, which gradients exist and which are wanted."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, torch.fx.GraphModule] = {}
+        self.traced: dict[str, int] = {}
+
+    def pull_back(
+        self, b: StepBuilder, op: Op, outgoing: list[Value | None], wanted: list[bool]
+    ) -> list[Value | None]:
+        """Gradients of the operands, as step ops."""
+        attributes = {k: v for k, v in op.attributes.items() if k != "phase"}
+        given = tuple(g is not None for g in outgoing)
+        key = (op.name, freeze(attributes), tuple(v.type for v in op.operands), given, tuple(wanted))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = trace(op, outgoing, wanted)
+        name = op.attributes.get("target", op.name)
+        self.traced[name] = self.traced.get(name, 0) + 1
+        results = iter(import_graph(b, graph, [*op.operands, *(g for g in outgoing if g is not None)]))
+        return [next(results) if w else None for w in wanted]
+
+
+def trace(op: Op, outgoing: list[Value | None], wanted: list[bool]) -> torch.fx.GraphModule:
+    """The backward of one op as an fx graph: operands, then gradients in; gradients of the wanted operands out."""
+    run = op.definition.evaluate(op)  # type: ignore[attr-defined]
+    count = len(op.operands)
+
+    def backward(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        operands = [t.detach().requires_grad_(w) for t, w in zip(tensors[:count], wanted, strict=True)]
+        with torch.enable_grad():
+            out = run(*operands)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        cotangents = iter(tensors[count:])
+        pairs = [(o, next(cotangents)) for o, g in zip(outs, outgoing, strict=True) if g is not None]
+        pairs = [(o, g) for o, g in pairs if o.requires_grad]
+        inputs = [t for t, w in zip(operands, wanted, strict=True) if w]
+        if not pairs:
+            return [torch.zeros_like(t) for t in inputs]
+        got = torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, got, strict=True)]
+
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [
+            torch.empty(v.type.shape, dtype=torch_dtype(v.type.element))
+            for v in (*op.operands, *(g for g in outgoing if g is not None))
+        ]
+    try:
+        return make_fx(backward, tracing_mode="fake")(*fakes)
+    except Exception as error:
+        name = op.attributes.get("target", op.name)
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DifferentiationError(
+            f"{name} of layer {op.loc} has no gradient that can be traced: {text}\n"
+            "Try: detach its input if no gradient is meant to flow here, or write it with differentiable operations"
+        ) from error
