@@ -18,3 +18,36 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
         getattr(module, "_global_optimizer_post_hooks", None),
     ]
     return [getattr(h, "__name__", type(h).__name__) for hooks in registries if hooks for h in hooks.values()]
+
+
+def trace_with_fake_tensors(function: Any, kinds: list[tuple[Any, ...]]) -> torch.fx.GraphModule:
+    """The ATen calls that `function(*tensors)` makes, without memory or arithmetic.
+
+    Each tensor is given by its kind: shape, stride, dtype, device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    with FakeTensorMode(), preserve_node_meta():
+        fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=dev) for shape, stride, dtype, dev in kinds]
+        return make_fx(function)(*fakes)
+
+
+def note_source_line(file: str, line: int) -> None:
+    """The nodes traced from now on come from this line; seen where a trace preserves node metadata."""
+    from torch.fx import traceback
+
+    traceback.set_stack_trace([f'  File "{file}", line {line}, in step\n'])
+
+
+def static_number(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """The number a symbolic size is known to be; None where only the data tells."""
+    node = value.node
+    if isinstance(value, torch.SymInt):
+        number = node.maybe_as_int()
+    elif isinstance(value, torch.SymFloat):
+        number = node.maybe_as_float()
+    else:
+        number = node.maybe_as_bool()
+    return node.hint if number is None and node.has_hint() else number

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from wholestep.dialects.step import StepBuilder, tensor_type
+from wholestep.dialects.step import StepBuilder, tensor_type, torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
@@ -19,11 +19,12 @@ class CompiledOptimizer:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
         self.compiles = 0
+        self.plan = None
         self.build()
 
     def build(self):
         self.compiles += 1
-        self.plan = plan = plan_optimizer(self.optimizer, self.parameters)
+        self.plan = plan = plan_optimizer(self.optimizer, self.parameters, self.plan)
         self.structure = plan.structure()
         names = list(plan.parameters)
         self.slots = list({slot.source: slot for name in names for slot in plan.slots(name)}.values())
@@ -51,9 +52,9 @@ class CompiledOptimizer:
         inputs = [self.parameters[n].detach() for n in names] + [gradients[n] for n in names]
         for slot in self.slots:
             value = self.plan.read(slot)
-            inputs.append(torch.as_tensor(value, dtype=torch.float64).reshape(()) if slot.kind == "hyper" else value)
-            if not isinstance(inputs[-1], torch.Tensor) or slot.kind == "fresh":
-                inputs[-1] = torch.as_tensor(inputs[-1], dtype=torch.float64)
+            if not isinstance(value, torch.Tensor) or slot.kind == "hyper":
+                value = torch.as_tensor(value, dtype=torch_dtype(slot.type.element)).reshape(slot.type.shape)
+            inputs.append(value)
         missing = {n: self.plan.initialise(n) for n in names}
         results = self.run(inputs)
         for name, state in missing.items():
@@ -70,8 +71,7 @@ class CompiledOptimizer:
                     entry[key].copy_(value)
                 else:
                     entry[key] = type(entry[key])(value.item())
-        if hasattr(self.plan, "finish"):
-            self.plan.finish()
+        self.plan.finish()
 
 
 def random_parameters(shapes, dtype=torch.float64, seed=0):
@@ -84,7 +84,8 @@ def random_parameters(shapes, dtype=torch.float64, seed=0):
 
 def random_gradients(parameters, seed):
     generator = torch.Generator().manual_seed(1000 + seed)
-    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for n, p in parameters.items()}
+    draw = {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in parameters.items()}
+    return {n: g.to(parameters[n].dtype) for n, g in draw.items()}
 
 
 def clone_parameters(parameters):
@@ -93,8 +94,10 @@ def clone_parameters(parameters):
 
 def clone_optimizer(optimizer, parameters, others):
     """A copy of the optimizer that owns `others`, state included."""
-    memo = {id(p): others[n] for n, p in parameters.items()}
-    return copy.deepcopy(optimizer, memo)
+    clone = copy.deepcopy(optimizer, {id(p): others[n] for n, p in parameters.items()})
+    for name, value in vars(optimizer).items():  # torch copies the state and groups only
+        vars(clone).setdefault(name, value)
+    return clone
 
 
 def assert_near(actual, expected, tolerance, what):

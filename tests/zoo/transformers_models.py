@@ -203,15 +203,14 @@ def entry(
     options: dict[str, Any],
     batch: Callable[[], Batch],
     attention: str | None = None,
-    note: str = "",
-    failure: str = "",
+    **details: Any,
 ) -> Entry:
-    """An entry for a model class with one flat configuration."""
+    """An entry for a model class with one flat configuration; `details` are further fields of `Entry`."""
 
     def make() -> tuple[nn.Module, Batch]:
         return build_model(model_class, make_config(config_class, **options), attention), batch()
 
-    return Entry(name, family, make, note=note, failure=failure)
+    return Entry(name, family, make, **details)
 
 
 LM, ENC, ED, CONV, VIT, AUDIO = (
@@ -322,7 +321,8 @@ ENCODERS = [
     entry("bert", ENC, "BertForMaskedLM", "BertConfig", TEXT, masked_batch, note="tied weights"),
     entry("bert-classifier", ENC, "BertForSequenceClassification", "BertConfig", dict(TEXT, num_labels=CLASSES),
         sentence_batch),
-    entry("bert-qa-eager", ENC, "BertForQuestionAnswering", "BertConfig", TEXT, span_batch, attention="eager"),
+    entry("bert-qa-eager", ENC, "BertForQuestionAnswering", "BertConfig", TEXT, span_batch, attention="eager",
+        null_gradients=("qa_outputs.bias", "*.layer.1.output.LayerNorm.bias")),
     entry("roberta", ENC, "RobertaForMaskedLM", "RobertaConfig", TEXT, masked_batch),
     entry("distilbert", ENC, "DistilBertForMaskedLM", "DistilBertConfig", dict(vocab_size=VOCAB, dim=HIDDEN,
         n_layers=LAYERS, n_heads=HEADS, hidden_dim=INNER, max_position_embeddings=64), masked_batch),
@@ -383,11 +383,13 @@ VISION_CONVS = [
     entry("efficientnet", CONV, "EfficientNetForImageClassification", "EfficientNetConfig", dict(image_size=IMAGE,
         width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320, in_channels=[32, 16, 24], out_channels=[16,
         24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 2, 2], expand_ratios=[1, 6, 6],
-        depthwise_padding=[], num_labels=CLASSES), image_batch),
-    entry("mobilenet-v1", CONV, "MobileNetV1ForImageClassification", "MobileNetV1Config", dict(image_size=64, output_stride=8,
-        depth_multiplier=0.25, num_labels=CLASSES), large_image_batch),
-    entry("mobilenet-v2", CONV, "MobileNetV2ForImageClassification", "MobileNetV2Config", dict(image_size=64, output_stride=8,
-        depth_multiplier=0.25, num_labels=CLASSES), large_image_batch),
+        depthwise_padding=[], num_labels=CLASSES), image_batch,
+        null_gradients=("*.project_bn.bias",)),
+    entry("mobilenet-v1", CONV, "MobileNetV1ForImageClassification", "MobileNetV1Config", dict(image_size=IMAGE,
+        depth_multiplier=0.25, initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch),
+    entry("mobilenet-v2", CONV, "MobileNetV2ForImageClassification", "MobileNetV2Config", dict(image_size=IMAGE,
+        depth_multiplier=0.25, initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch,
+        null_gradients=("*.reduce_1x1.normalization.bias",)),
     entry("convnext", CONV, "ConvNextForImageClassification", "ConvNextConfig", dict(image_size=IMAGE,
         hidden_sizes=[16, 24, 32], depths=[1, 1, 2], num_stages=3, num_labels=CLASSES), image_batch),
     entry("convnext-v2", CONV, "ConvNextV2ForImageClassification", "ConvNextV2Config", dict(image_size=IMAGE,
@@ -399,12 +401,14 @@ VISION_CONVS = [
         num_labels=CLASSES), image_batch, note="focal modulation"),
     entry("bit", CONV, "BitForImageClassification", "BitConfig", dict(embedding_size=16, hidden_sizes=[16, 32],
         depths=[1, 2], num_groups=2, num_labels=CLASSES), large_image_batch,
-        note="weight-standardised convolutions, group norm"),
+        note="weight-standardised convolutions, group norm",
+        lr=(1e-4, 1e-3)),
     entry("hgnet-v2", CONV, "HGNetV2ForImageClassification", "HGNetV2Config", dict(stem_channels=[3, 16, 16],
         embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], stage_in_channels=[16, 32], stage_mid_channels=[8,
         8], stage_out_channels=[32, 64], stage_num_blocks=[1, 1], stage_downsample=[False, True],
         stage_light_block=[False, True], stage_kernel_size=[3, 5], stage_numb_of_layers=[2, 2], num_labels=CLASSES),
-        large_image_batch),
+        large_image_batch,
+        lr=(1e-5, 1e-4)),
 ]
 
 VISION_TRANSFORMERS = [
@@ -422,20 +426,26 @@ VISION_TRANSFORMERS = [
         2], num_labels=CLASSES), image_batch),
     entry("segformer", VIT, "SegformerForSemanticSegmentation", "SegformerConfig", dict(hidden_sizes=[16, 16, 32, 32],
         depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], sr_ratios=[4, 2, 1, 1], mlp_ratios=[2, 2, 2, 2],
-        decoder_hidden_size=32, num_labels=CLASSES), segmentation_batch, note="semantic segmentation"),
+        decoder_hidden_size=32, num_labels=CLASSES), segmentation_batch, note="semantic segmentation",
+        null_gradients=("decode_head.linear_projections.*.bias",)),
     entry("mobilevit", VIT, "MobileViTForImageClassification", "MobileViTConfig", dict(image_size=IMAGE,
         hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 48], num_attention_heads=4,
-        num_labels=CLASSES), image_batch),
+        num_labels=CLASSES), image_batch,
+        null_gradients=("*.output.dense.bias",)),
     entry("siglip", VIT, "SiglipForImageClassification", "SiglipConfig", dict(vision_config=VISION, text_config=TEXT,
-        num_labels=CLASSES), image_batch, note="attention pooling"),
+        num_labels=CLASSES), image_batch, note="attention pooling",
+        null_gradients=("*.k_proj.bias",)),
     entry("levit", VIT, "LevitForImageClassification", "LevitConfig", dict(image_size=64, hidden_sizes=[16, 24, 32],
         num_attention_heads=[2, 3, 4], key_dim=[8, 8, 8], depths=[1, 1, 1], num_labels=CLASSES),
-        large_image_batch, note="BatchNorm in attention"),
+        large_image_batch, note="BatchNorm in attention",
+        lr=(1e-5, 1e-5), null_gradients=("*.batch_norm.bias",)),
     entry("cvt", VIT, "CvtForImageClassification", "CvtConfig", dict(embed_dim=[16, 16, 32], num_heads=[1, 2, 4],
-        depth=[1, 2, 3], num_labels=CLASSES), image_batch, note="convolutional projections"),
+        depth=[1, 2, 3], num_labels=CLASSES), image_batch, note="convolutional projections",
+        lr=(1e-4, 1e-3)),
     entry("dpt", VIT, "DPTForSemanticSegmentation", "DPTConfig", dict(VISION, num_hidden_layers=4,
         backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16, is_hybrid=False),
-        segmentation_batch, note="semantic segmentation"),
+        segmentation_batch, note="semantic segmentation",
+        lr=(1e-5, 1e-2)),
     entry("timesformer", VIT, "TimesformerForVideoClassification", "TimesformerConfig", dict(VISION, num_frames=2),
         lambda: dict(pixel_values=torch.randn(BATCH, 2, 3, IMAGE, IMAGE), labels=classes()), note="video"),
     entry("perceiver", VIT, "PerceiverForImageClassificationLearned", "PerceiverConfig", dict(num_latents=8,
@@ -573,7 +583,8 @@ def make_llava() -> tuple[nn.Module, Batch]:
 # fmt: off
 MULTIMODAL = [
     Entry("llava", MULTI, make_llava, note="masked scatter of image features"),
-    Entry("clip", MULTI, make_clip, clip_loss, note="contrastive loss"),
+    Entry("clip", MULTI, make_clip, clip_loss, note="contrastive loss",
+        lr=(1e-5, 1e-5), null_gradients=("*.k_proj.bias",)),
     Entry("vit-gpt2", MULTI, make_vision_encoder_decoder, note="image captioning, cross attention"),
 ]
 # fmt: on

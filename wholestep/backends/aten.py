@@ -37,7 +37,7 @@ def lower(op: Op, device: torch.device) -> Call:
     if not operands:
         tensor = run(device=device)  # constants and counting: made once, when the program is built
         return Call(op, lambda: tensor, (), op.results)
-    if getattr(op.definition, "pointwise", False) and len(operands) == 2:
+    if getattr(op.definition, "takes_numbers", False):
         left, right = operands
         if is_scalar_number(right) and not is_scalar_number(left):
             number = constant_value(right)

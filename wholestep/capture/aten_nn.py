@@ -342,7 +342,7 @@ def _cross_entropy_probabilities(imp, x, target, weight, reduction, label_smooth
 
 @aten("nll_loss", "nll_loss_nd", "nll_loss2d")
 def _nll_loss(imp, x, target, weight=None, reduction=1, ignore_index=-100):
-    return imp.b.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction])[0]
+    return imp.b.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction])
 
 
 @aten("binary_cross_entropy_with_logits")

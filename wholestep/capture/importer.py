@@ -19,6 +19,7 @@ from ..dialects.step.opaque import encode_argument
 from ..errors import CaptureError
 from ..ir.core import UNKNOWN, Location, Value
 from ..ir.types import TensorType
+from ..torch_private import static_number
 from .references import Ref, fresh, view
 
 Handler = Callable[..., Any]
@@ -54,13 +55,11 @@ IGNORED = {
     "_set_grad_enabled",
     "_autograd_enabled",
 }
-#: in-place calls whose functional twin has another name
-TWINS = {"zero_": "zeros_like", "fill_": "fill", "copy_": "copy"}
 #: calls that give back their input itself when there is nothing to do
 MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "view_as"}
+#: calls that update running statistics among their arguments, whatever their schema says
+WITH_STATISTICS = {"batch_norm", "instance_norm"}
 RANDOM_IN_PLACE = {"uniform_", "normal_", "bernoulli_", "exponential_"}
-#: library backward calls that forward programs never see but traced gradients do, kept whole on purpose
-NO_GRAD_OPS = {"detach"}
 
 
 class Importer:
@@ -157,6 +156,8 @@ class Importer:
             return concrete(node.meta["val"])
         self.expected = expected_types(node, packet)
         try:
+            if packet in WITH_STATISTICS:
+                return self.functional_with_statistics(node, target, args, kwargs)
             if target._schema.is_mutable:
                 return self.in_place(node, target, packet, args, kwargs)
             return self.functional(node, target, packet, args, kwargs)
@@ -202,7 +203,7 @@ class Importer:
                 "this random operator is not part of the step dialect; draw with torch.rand, torch.randn or dropout"
             )
         if torch.Tag.dynamic_output_shape in target.tags and any(
-            isinstance(d, torch.SymInt) and not d.node.has_hint() for t in meta_tensors(node) for d in t.shape
+            isinstance(d, torch.SymInt) and static_number(d) is None for t in meta_tensors(node) for d in t.shape
         ):
             raise ValueError("the shape of its result depends on the data; use a mask (torch.where) instead")
         operands: list[Value] = []
@@ -231,10 +232,8 @@ class Importer:
             if packet == "detach_":
                 base.write(self.b, self.b.detach(base.read(self.b)))
             return base
-        if packet in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit"):
-            return self.functional_with_statistics(node, target, args, kwargs)
         if not isinstance(base, Ref) or not packet.endswith("_"):
-            return self.functional_out(node, target, args, kwargs)
+            raise ValueError("this operator changes one of its arguments; use its functional form")
         old = base.read(self.b)
         values = self.read(args)
         named = {k: self.read(v) for k, v in kwargs.items()}
@@ -290,18 +289,12 @@ class Importer:
 
     def functional_with_statistics(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Batch norm: its running statistics are read, and written back where it trains."""
-        handler = HANDLERS.get(str(target).removeprefix("aten."))
-        if handler is None:
-            raise ValueError("this form of batch norm is not supported")
-        out, statistics = handler(self, *self.read(args), **{k: self.read(v) for k, v in kwargs.items()})
+        out, statistics = HANDLERS[str(target).removeprefix("aten.")](self, *self.read(args), **{k: self.read(v) for k, v in kwargs.items()})
         for ref, value in zip(args[3:5], statistics, strict=True):
             if isinstance(ref, Ref) and value is not None:
                 ref.write(self.b, value)
         check_types(target, out, self.expected)
         return wrap(out)
-
-    def functional_out(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
-        raise ValueError("this operator changes one of its arguments; use its functional form")
 
     def higher_order(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Regions of the user's code: no_grad and autocast wrappers are imported in place."""
@@ -385,9 +378,10 @@ def import_graph(b: StepBuilder, graph_module: fx.GraphModule, inputs: Sequence[
 def concrete(value: Any) -> Any:
     """A symbolic number as a number; ValueError where it is known only at run time."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        if not value.node.has_hint():
+        number = static_number(value)
+        if number is None:
             raise ValueError("a size depends on the data")
-        return value.node.hint if not isinstance(value, torch.SymInt) else int(value.node.hint)
+        return number
     return value
 
 
@@ -413,7 +407,7 @@ def meta_tensors(node: fx.Node) -> list[torch.Tensor]:
 def expected_types(node: fx.Node, packet: str) -> list[TensorType]:
     types = []
     for t in meta_tensors(node):
-        if any(isinstance(d, torch.SymInt) and not d.node.has_hint() for d in t.shape):
+        if any(isinstance(d, torch.SymInt) and static_number(d) is None for d in t.shape):
             raise CaptureError(
                 f"{node.target}: the shape of its result depends on the data, which a static program cannot have; "
                 "use a mask (torch.where) or a fixed size instead" + where(node)

@@ -14,8 +14,8 @@ from .collector import collector_paused
 from .core import UNKNOWN, Block, Op, Value
 from .dialect import OpDef, UnregisteredOp
 from .printer import print_op
+from .tokens import MAX_NESTING
 
-MAX_NESTING = 100  # regions within regions; attributes within attributes
 _FREE_ATTRIBUTES = frozenset({"phase", "operandSegmentSizes"})
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -39,8 +39,8 @@ class _Verifier:
     def __init__(self) -> None:
         self.seen: set[Any] = set()
         self.plain: dict[tuple[type, ...], bool] = {}  # attribute kinds -> whether they hash as they are
-        self.inside = 0  # uses met of values that are defined in what is verified
-        self.listed = 0  # uses those values list
+        self.inside = 0  # pairs of an op and a value it uses, met in what is verified
+        self.listed = 0  # such pairs that the values list
 
     def run(self, root: Op) -> None:
         outside = _visible_from(root)
@@ -88,16 +88,19 @@ class _Verifier:
                 raise InvalidOp(op, "it is not linked into its block properly")
             definition = op.definition
             operands = op.operands
+            repeated = False
             for value in operands:
                 if value not in visible:
                     raise InvalidOp(op, _not_visible(op, value))
                 count = value.uses.get(op)
-                if count != 1 and count != operands.count(value):
-                    raise InvalidOp(op, _wrong_use(op, value))
-            inside += len(operands)
+                if count != 1:
+                    repeated = True
+                    if count != operands.count(value):
+                        raise InvalidOp(op, _wrong_use(op, value))
+            inside += len(set(operands)) if repeated else len(operands)
             results = op.results
             for value in results:
-                if value.owner is not op or value.type is None:
+                if value.owner is not op:
                     raise InvalidOp(op, "a result names another op as its owner")
             made += results
             attributes = op.attributes
@@ -108,17 +111,20 @@ class _Verifier:
             key = (
                 definition,
                 tuple([v.type for v in operands]),
-                tuple([v.type for v in results]),
+                results[0].type if len(results) == 1 else tuple([v.type for v in results]),
                 kinds,
                 tuple(attributes.items()) if is_plain else _frozen(op),
                 len(op.regions),
             )
-            if key not in seen:
+            try:
+                if key not in seen:
+                    self.check_declared(op)
+                    seen.add(key)
+            except TypeError:  # an attribute that does not hash is none
                 self.check_declared(op)
-                seen.add(key)
-            visible.update(results)
             if op.regions:
                 self.regions(op, visible, depth + 1)
+            visible.update(results)
             if definition.check is not default_check:
                 self.check_own_rule(op)
             if definition.terminator and op.next is not None:
@@ -133,7 +139,7 @@ class _Verifier:
         if block.last is not before:
             raise InvalidOp(owner, "the end of its block is not its last op")
         self.inside += inside
-        self.listed += sum([sum(value.uses.values()) for value in made if value.uses])
+        self.listed += sum([len(value.uses) for value in made])
         visible.difference_update(made)
 
     def check_own_rule(self, op: Op) -> None:
@@ -153,15 +159,12 @@ class _Verifier:
 
 def _frozen(op: Op) -> Any:
     """A hashable stand-in for attributes that are not plain; tells (1,) from (True,)."""
-    try:
-        return tuple(
-            [
-                (key, value, tuple(map(type, value))) if type(value) is tuple else (key, freeze(value))
-                for key, value in op.attributes.items()
-            ]
-        )
-    except (TypeError, RecursionError):
-        return id(op)  # not an attribute at all: the check of the declaration says so
+    return tuple(
+        [
+            (key, value, tuple(map(type, value))) if type(value) is tuple else (key, freeze(value))
+            for key, value in op.attributes.items()
+        ]
+    )
 
 
 def declared_problem(op: Op) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,17 @@ class OptimizerPlan(ABC):
     def read(self, slot: Slot, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The current value of a slot: a number or a tensor. Read `fresh` before installing what `initialise` gave."""
 
+    def finish(self, parameters: Iterable[str] | None = None) -> None:  # noqa: B027 - most optimizers have nothing to do
+        """After a step that ran to its end: advances what the optimizer keeps as Python numbers, for the parameters
+        that were updated (all where not told). `structure` was called before that step."""
+
 
 def step_function(cls: type[torch.optim.Optimizer]) -> Any:
-    """The class's own `step`, without the wrappers torch puts around it."""
-    return inspect.unwrap(cls.step)
+    """The class's own `step`, without the wrappers torch puts around it (hooks, no_grad)."""
+    function = cls.step
+    while hasattr(function, "__wrapped__") and "/torch/" in function.__code__.co_filename:
+        function = function.__wrapped__
+    return function
 
 
 def refuse_unsupported(optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> None:

@@ -22,15 +22,22 @@ from .slots import Slot
 NUMBER = TensorType((), F64)
 
 
-def plan_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> OptimizerPlan:
-    """The plan of the optimizer's update; OptimizerError where it cannot be part of a program."""
+def plan_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    previous: OptimizerPlan | None = None,
+) -> OptimizerPlan:
+    """The plan of the optimizer's update; OptimizerError where it cannot be part of a program.
+
+    `previous` is an earlier plan of this optimizer: what was traced for it is not traced again.
+    """
     refuse_unsupported(optimizer, parameters)
     family = family_of(optimizer)
     if family is not None:
         return FamilyPlan(optimizer, parameters, family)
     from .traced_optimizer import TracedPlan
 
-    return TracedPlan(optimizer, parameters)
+    return TracedPlan(optimizer, parameters, previous)
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
@@ -91,8 +98,8 @@ class FamilyPlan(OptimizerPlan):
                 continue
             if not isinstance(value, torch.Tensor):
                 raise OptimizerError(
-                    f"{self._name} keeps {key!r} of the parameter {fqn} as {value.__class__.__name__}, not as a tensor; "
-                    "load it with optimizer.load_state_dict, which converts it"
+                    f"{self._name} keeps {key!r} of the parameter {fqn} as {value.__class__.__name__}, not as a "
+                    "tensor; load it with optimizer.load_state_dict, which converts it"
                 )
             if tuple(value.shape) != type.shape:
                 raise OptimizerError(
@@ -151,9 +158,12 @@ class FamilyPlan(OptimizerPlan):
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def initialise(self, fqn: str) -> dict[str, torch.Tensor]:
-        state = self.state(fqn)
-        made = self.family.initial(self.place(fqn).parameter.detach(), self.group(fqn), self.optimizer)
-        return {key: value for key, value in made.items() if state.get(key) is None}
+        state, place, group = self.state(fqn), self.place(fqn), self.group(fqn)
+        missing = [key for key in map(self._key, self._initial(place.parameter, group)) if state.get(key) is None]
+        if not missing:
+            return {}
+        made = self.family.initial(place.parameter.detach(), group, self.optimizer)
+        return {key: value for key, value in made.items() if key in missing}
 
     def read(self, slot: Slot, optimizer: torch.optim.Optimizer | None = None) -> Any:
         owner = optimizer or self.optimizer

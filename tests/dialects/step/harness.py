@@ -114,12 +114,13 @@ def converted(operands, dtype):
     return [[one(t) for t in g] if isinstance(g, list) else one(g) for g in operands]
 
 
-def check(name, operands, reference, differentiate=True, dtypes=(torch.float64, torch.float32), exact=False, **attributes):
+def check(name, operands, reference, differentiate=True, dtypes=(torch.float64, torch.float32), exact="", **attributes):
     """Compares an op with an eager function of the same operands: values, gradients, and both through the expansion.
 
     `reference(*operands)` gives the leading results; further results of the op are left unchecked. `exact` demands
-    bitwise equality of values in float32.
+    bitwise equality in float32, of "values" or of "all" (gradients too).
     """
+    assert exact in ("", "values", "all")
     for dtype in dtypes:
         _check(name, converted(operands, dtype), reference, differentiate, dtype, exact, attributes)
 
@@ -131,10 +132,14 @@ def _check(name, operands, reference, differentiate, dtype, exact, attributes):
     for i, (got, want) in enumerate(zip(computed, expected, strict=False)):
         close(got, want.detach(), dtype, f"result {i}")
         if exact and dtype is torch.float32:
-            torch.testing.assert_close(got, want.detach(), rtol=0, atol=0, equal_nan=True, msg=f"result {i} not bitwise")
+            torch.testing.assert_close(
+                got, want.detach(), rtol=0, atol=0, equal_nan=True, msg=f"result {i} not bitwise"
+            )
     has_expansion = getattr(step.ops[name], "expand", None) is not None
     if has_expansion:
-        for i, (got, want) in enumerate(zip(forward(name, operands, expanded=True, **attributes), computed, strict=True)):
+        for i, (got, want) in enumerate(
+            zip(forward(name, operands, expanded=True, **attributes), computed, strict=True)
+        ):
             close(got, want, dtype, f"result {i} of the expansion")
     if not differentiate:
         return
@@ -155,6 +160,8 @@ def _check(name, operands, reference, differentiate, dtype, exact, attributes):
                 continue
             assert mine is not None, f"operand {i} has no gradient"
             close(mine, true, dtype, f"gradient of operand {i}{how}")
+            if exact == "all" and dtype is torch.float32 and not expanded:
+                torch.testing.assert_close(mine, true, rtol=0, atol=0, equal_nan=True, msg=f"gradient {i} not bitwise")
     for i, true in enumerate(truth):
         if true is not None and len(wanted) > 1:
             alone = gradients(name, operands, cotangents, only=i, **attributes)[i]

@@ -15,6 +15,7 @@ from . import (
     pooling,
     reductions,
     shape,
+    softmax,
     sources,
 )
 from .base import (
@@ -50,6 +51,7 @@ __all__ = [
     "pooling",
     "reductions",
     "shape",
+    "softmax",
     "sources",
     "step",
     "tensor_type",

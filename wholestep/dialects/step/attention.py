@@ -72,7 +72,7 @@ class AttentionLike(StepOp):
 
     @staticmethod
     def flops(op: Op) -> int:
-        return op.definition.products * product_flops(op)
+        return op.definition.products * product_flops(op)  # type: ignore[attr-defined]
 
     products = 2  # matrix products of [L, S] with a width
 
@@ -94,6 +94,8 @@ def flash_fits(op: Op) -> bool:
     if q.rank != 4 or q.shape[:2] != k.shape[:2] or q.shape[-1] != v.shape[-1]:
         return False
     if 0 in q.shape or 0 in k.shape:
+        return False
+    if op.causal and op.scale <= 0:  # its causal mask is minus infinity times the scale: eager gives NaN here
         return False
     return op.mask is None or op.mask.type.rank in (2, 4)
 

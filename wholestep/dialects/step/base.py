@@ -1,7 +1,7 @@
 """What a step op is: one class that owns all its rules, and the builder that makes such ops.
 
-Rules: `infer` (types), `evaluate` (reference execution through ATen), `derivative`, `expand` (into smaller ops), `flops`,
-`precision`, `roles` (which dimensions are parallel, reduced or must stay whole).
+Rules: `infer` (types), `evaluate` (reference execution through ATen), `derivative`, `expand` (into smaller ops),
+`flops`, `precision`, `roles` (which dimensions are parallel, reduced or must stay whole).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StepOp(OpDef):
     #: False for ops whose results carry no gradient (comparisons, integer results)
     differentiable: ClassVar[bool] = True
     #: evaluate(op) -> callable on tensors, as many as the op has operands; returns a tensor or a tuple of them
-    evaluate: ClassVar[Callable[[Op], Callable[..., Any]] | None] = None
+    evaluate: ClassVar[Callable[..., Callable[..., Any]] | None] = None
     #: derivative(b, op, *gradients of the results) -> gradient per operand, None where there is none
     derivative: ClassVar[Callable[..., Sequence[Value | None]] | None] = None
     #: expand(b, op) -> the results computed by smaller step ops
@@ -139,8 +139,9 @@ def broadcast_roles(op: Op) -> Roles:
     labels = LABELS[: len(out)]
 
     def spec(shape: tuple[int, ...]) -> str:
-        tail = labels[len(out) - len(shape) :]
-        return "".join(" " if d == 1 and full != 1 else c for c, d, full in zip(tail, shape, out[-len(shape) :], strict=True)) if shape else ""
+        lead = len(out) - len(shape)
+        places = zip(labels[lead:], shape, out[lead:], strict=True)
+        return "".join(" " if d == 1 and full != 1 else c for c, d, full in places)
 
     return Roles(tuple(spec(v.type.shape) for v in op.operands), tuple(labels for _ in op.results))
 

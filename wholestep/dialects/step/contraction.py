@@ -65,7 +65,7 @@ class Contract(StepOp):
 
     @staticmethod
     def flops(op: Op) -> int:
-        left, right, out = parse_spec(op.spec)
+        left, _, out = parse_spec(op.spec)
         inner = 1
         for label, size in zip(left, op.lhs.type.shape, strict=True):
             if label not in out:
@@ -98,7 +98,9 @@ class Contract(StepOp):
         return plan_contraction(op.spec, op.lhs.type, op.rhs.type, op.addend.type if op.addend else None)
 
 
-def plan_contraction(spec: str, lhs: TensorType, rhs: TensorType, addend: TensorType | None) -> Callable[..., torch.Tensor]:
+def plan_contraction(
+    spec: str, lhs: TensorType, rhs: TensorType, addend: TensorType | None
+) -> Callable[..., torch.Tensor]:
     """A function that computes a contraction by mm, bmm or addmm, the way eager PyTorch would.
 
     Labels fall into batch (in both operands and the result), rows (lhs and result), columns (rhs and result) and inner
@@ -148,7 +150,9 @@ def plan_contraction(spec: str, lhs: TensorType, rhs: TensorType, addend: Tensor
     return run
 
 
-def folder(labels: str, batch: list[str], first: list[str], second: list[str], folded: tuple[int, int, int], batched: bool):
+def folder(
+    labels: str, batch: list[str], first: list[str], second: list[str], folded: tuple[int, int, int], batched: bool
+):
     """A function that brings a tensor with these labels to [batch, first, second], or [first, second] without batch."""
     order = [*batch, *first, *second]
     perm = tuple(labels.index(c) for c in order)

@@ -44,6 +44,8 @@ def options(op: Op) -> dict:
 def result_shape(x, w, stride, padding, dilation, transposed, output_padding, groups) -> tuple[int, ...]:
     """The shape of a convolution."""
     kernel = w.shape[2:]
+    if not len(x.shape) == len(w.shape) == len(stride) + 2 or not len(stride) == len(padding) == len(dilation):
+        raise ValueError(f"a window of {len(stride)} dimensions does not fit x {x} and a kernel {w}")
     if transposed:
         extra = output_padding or (0,) * len(kernel)
         sizes = [

@@ -1,4 +1,4 @@
-"""Reading and writing by index tensors. Negative indices count from the end, as in torch; repeats accumulate in gradients."""
+"""Reading and writing by index tensors. `index` and `index_put` take negative ones; gradients of repeats accumulate."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class IndexAdd(Indexing):
 
 
 def indexed_shape(x: TensorType, indices: list[TensorType], dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of x[indices]: index dimensions stand where the indexed ones stood if those are neighbours, else first."""
+    """The shape of x[indices]: index dimensions in place of the indexed ones if those are neighbours, else first."""
     common = broadcast_shapes(*(i.shape for i in indices))
     at = dims[0] if dims == tuple(range(dims[0], dims[0] + len(dims))) else 0
     rest = [d for i, d in enumerate(x.shape) if i not in dims]
@@ -338,7 +338,7 @@ class Index(Indexing):
 
 @step.op
 class IndexPut(Indexing):
-    """x with x[:, i, j, :] replaced by values, or with values added where `accumulate`; values broadcast to that place."""
+    """x with x[:, i, j, :] replaced by values, or with values added; values broadcast to that place."""
 
     x = Operand()
     indices = Operand(IntTensor, "one per indexed dimension", variadic=True)
@@ -368,9 +368,7 @@ class IndexPut(Indexing):
     @staticmethod
     def evaluate(op):
         dims, accumulate = op.dims, op.accumulate
-        return spread(
-            op, lambda x, i, values: aten.index_put.default(x, place_indices(dims, i), values, accumulate)
-        )
+        return spread(op, lambda x, i, values: aten.index_put.default(x, place_indices(dims, i), values, accumulate))
 
     @staticmethod
     def derivative(b, op, dy):

@@ -89,7 +89,7 @@ def expand_coefficients(b, op: Op, dy: Value | None, element) -> tuple[Value, Va
 
 
 def coefficients(op: Op):
-    """The same as `expand_coefficients`, on tensors: f(dy, target, weight) -> (mine, share, safe target, ignored)."""
+    """The same as `expand_coefficients`, on tensors: f(dy, target, weight, dtype) -> mine, share, safe target."""
     ignore_index, mean = op.ignore_index, op.reduction == "mean"
 
     def run(dy, target, weight, dtype):
@@ -100,7 +100,7 @@ def coefficients(op: Op):
         share = dy.to(dtype)
         if mean:
             share = share / mine.sum()
-        return mine, share.expand(target.shape).masked_fill(ignored, 0), safe, ignored
+        return mine, share.expand(target.shape).masked_fill(ignored, 0), safe
 
     return run
 
@@ -126,9 +126,9 @@ class CrossEntropy(ClassLoss):
 
     @staticmethod
     def evaluate(op):
-        dim, ignore_index, smoothing, reduction = class_dim(op.x.type), op.ignore_index, op.label_smoothing, op.reduction
+        dim, dtype = class_dim(op.x.type), torch_dtype(op.logsumexp.type.element)
+        reduction, ignore_index, smoothing = op.reduction, op.ignore_index, op.label_smoothing
         number, saved = REDUCTIONS.index(reduction), bool(op.logsumexp.uses)
-        dtype = torch_dtype(op.logsumexp.type.element)
 
         def run(x, target, weight):
             logp = aten._log_softmax.default(x, dim, False)
@@ -205,6 +205,20 @@ def smooth_loss(logp, target, weight, dim: int, ignore_index: int, reduction: st
     return loss.sum() / weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
 
 
+def nll_gradient(dy, logp, target, weight, reduction: int, ignore_index: int) -> torch.Tensor:
+    """The gradient of nll_loss, by the kernel eager uses for this rank."""
+    shape = logp.shape
+    if logp.dim() <= 2:
+        forward, backward = aten.nll_loss_forward.default, aten.nll_loss_backward.default
+    else:
+        forward, backward = aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default
+        if logp.dim() != 4:
+            logp, target = logp.reshape(*shape[:2], 1, -1), target.reshape(shape[0], 1, -1)
+            dy = dy.reshape(target.shape) if reduction == 0 else dy
+    total = forward(logp, target, weight, reduction, ignore_index)[1]
+    return backward(dy, logp, target, weight, reduction, ignore_index, total).reshape(shape)
+
+
 @step.op
 class CrossEntropyGrad(ClassLoss):
     """dx of cross_entropy: (softmax(x) - target distribution) times the weight and share of each position."""
@@ -227,9 +241,15 @@ class CrossEntropyGrad(ClassLoss):
     def evaluate(op):
         dim, smoothing, dtype = class_dim(op.x.type), op.label_smoothing, torch_dtype(op.logsumexp.type.element)
         classes, shares = op.x.type.shape[dim], coefficients(op)
+        reduction, ignore_index = REDUCTIONS.index(op.reduction), op.ignore_index
 
         def run(dy, x, target, logsumexp, weight):
-            mine, share, safe, ignored = shares(dy, target, weight, dtype)
+            if not smoothing:  # eager's own kernels, so that the gradient is eager's to the last bit
+                logp = aten._log_softmax.default(x, dim, False)
+                return aten._log_softmax_backward_data.default(
+                    nll_gradient(dy, logp, target, weight, reduction, ignore_index), logp, dim, x.dtype
+                )
+            mine, share, safe = shares(dy, target, weight, dtype)
             at_target = mine * share * (1 - smoothing) if smoothing else mine * share
             total = at_target
             if smoothing:
@@ -339,12 +359,13 @@ class NllLossGrad(StepOp):
 
     @staticmethod
     def evaluate(op):
-        shape, dim, dtype = op.dx.type.shape, class_dim(op.dx.type), torch_dtype(op.dx.type.element)
+        shape, dim, dtype = op.dx.type.shape, class_dim(op.dx.type), torch_dtype(wide(op.dx.type.element))
         shares = coefficients(op)
 
         def run(dy, target, weight):
-            mine, share, safe, _ = shares(dy, target, weight, dtype)
-            return dy.new_zeros(shape).scatter_(dim, safe.unsqueeze(dim), -(mine * share).unsqueeze(dim))
+            mine, share, safe = shares(dy, target, weight, dtype)
+            at_target = -(mine * share).to(dy.dtype)
+            return dy.new_zeros(shape).scatter_(dim, safe.unsqueeze(dim), at_target.unsqueeze(dim))
 
         return spread(op, run)
 

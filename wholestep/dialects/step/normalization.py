@@ -1,4 +1,4 @@
-"""Softmax and the normalisations, with the ops their gradients need.
+"""Layer, group, batch and root-mean-square normalisation, with the ops their gradients need.
 
 Statistics (mean, rstd) are results, so that backward reads them instead of computing them again; they are float32 for
 16-bit inputs. Running statistics are values too: nothing is updated in place.
@@ -14,14 +14,9 @@ from ...ir.core import Op, Value
 from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ...ir.types import TensorType
 from .base import LABELS, Roles, StepOp, step, torch_dtype
-from .support import add, present, spread, statistic, used, wide
+from .support import add, present, spread, statistic, used, widen
 
 aten = torch.ops.aten
-
-
-def widen(b, *values):
-    """Each value in the element type its statistics are kept in."""
-    return [None if v is None else b.cast_to(v, wide(v.type.element)) for v in values]
 
 
 def statistics_gradient(b, x: Value, mean: Value | None, rstd: Value, dims, dmean: Value | None, drstd: Value | None):
@@ -34,134 +29,6 @@ def statistics_gradient(b, x: Value, mean: Value | None, rstd: Value, dims, dmea
         slope = b.mul(b.mul(drstd, b.pow(rstd, 3.0)), -1.0 / count)
         out = add(b, out, b.mul(slope, wx if mean is None else b.sub(wx, mean)))
     return None if out is None else b.cast_to(out, x.type.element)
-
-
-# ---- softmax ---------------------------------------------------------------------------------------------------------
-
-
-class AlongDim(StepOp):
-    """An op whose result has the shape of its first operand and which looks along one dimension."""
-
-    precision = "high"
-    dim = Attr("int", "dimension, counted from the front")
-
-    @staticmethod
-    def check(op):
-        return None if 0 <= op.dim < max(1, op.operands[0].type.rank) else "dim is out of range"
-
-    @staticmethod
-    def flops(op: Op) -> int:
-        return 8 * op.operands[0].type.size
-
-    @staticmethod
-    def roles(op: Op) -> Roles:
-        labels = LABELS[: op.operands[0].type.rank]
-        return Roles(tuple(labels for _ in op.operands), (labels,), whole=labels[op.dim : op.dim + 1])
-
-
-class SoftmaxLike(AlongDim):
-    """y = f(x) along one dimension."""
-
-    x = Operand(FloatTensor)
-    y = Result()
-
-    @staticmethod
-    def infer(x, dim):
-        return x
-
-
-class SoftmaxLikeGrad(AlongDim):
-    """dx from dy and the op's own result y."""
-
-    dy = Operand(FloatTensor)
-    y = Operand(FloatTensor, "the result of the forward op")
-    dx = Result()
-
-    @staticmethod
-    def infer(dy, y, dim):
-        return y
-
-    @staticmethod
-    def flops(op: Op) -> int:
-        return 4 * op.y.type.size
-
-
-def _dims(op):
-    return (op.dim,) if op.operands[0].type.rank else ()
-
-
-@step.op
-class Softmax(SoftmaxLike):
-    """exp(x) / sum(exp(x)) along one dimension."""
-
-    @staticmethod
-    def evaluate(op):
-        dim = op.dim
-        return lambda x: aten._softmax.default(x, dim, False)
-
-    @staticmethod
-    def derivative(b, op, dy):
-        return [b.softmax_grad(dy, op.y, dim=op.dim)]
-
-    @staticmethod
-    def expand(b, op):
-        (x,) = widen(b, op.x)
-        power = b.exp(b.sub(x, b.amax(x, dims=_dims(op), keepdim=True)))
-        return b.cast_to(b.div(power, b.sum(power, dims=_dims(op), keepdim=True)), op.y.type.element)
-
-
-@step.op
-class SoftmaxGrad(SoftmaxLikeGrad):
-    """y * (dy - sum(dy * y)): the gradient of softmax."""
-
-    @staticmethod
-    def evaluate(op):
-        dim, dtype = op.dim, torch_dtype(op.dx.type.element)
-        return lambda dy, y: aten._softmax_backward_data.default(dy, y, dim, dtype)
-
-    @staticmethod
-    def expand(b, op):
-        dy, y = widen(b, op.dy, op.y)
-        weighted = b.mul(dy, y)
-        dx = b.sub(weighted, b.mul(y, b.sum(weighted, dims=_dims(op), keepdim=True)))
-        return b.cast_to(dx, op.dx.type.element)
-
-
-@step.op
-class LogSoftmax(SoftmaxLike):
-    """x - log(sum(exp(x))) along one dimension."""
-
-    @staticmethod
-    def evaluate(op):
-        dim = op.dim
-        return lambda x: aten._log_softmax.default(x, dim, False)
-
-    @staticmethod
-    def derivative(b, op, dy):
-        return [b.log_softmax_grad(dy, op.y, dim=op.dim)]
-
-    @staticmethod
-    def expand(b, op):
-        (x,) = widen(b, op.x)
-        shifted = b.sub(x, b.amax(x, dims=_dims(op), keepdim=True))
-        y = b.sub(shifted, b.log(b.sum(b.exp(shifted), dims=_dims(op), keepdim=True)))
-        return b.cast_to(y, op.y.type.element)
-
-
-@step.op
-class LogSoftmaxGrad(SoftmaxLikeGrad):
-    """dy - exp(y) * sum(dy): the gradient of log_softmax."""
-
-    @staticmethod
-    def evaluate(op):
-        dim, dtype = op.dim, torch_dtype(op.dx.type.element)
-        return lambda dy, y: aten._log_softmax_backward_data.default(dy, y, dim, dtype)
-
-    @staticmethod
-    def expand(b, op):
-        dy, y = widen(b, op.dy, op.y)
-        dx = b.sub(dy, b.mul(b.exp(y), b.sum(dy, dims=_dims(op), keepdim=True)))
-        return b.cast_to(dx, op.dx.type.element)
 
 
 # ---- layer norm, rms norm --------------------------------------------------------------------------------------------
@@ -386,8 +253,8 @@ class RmsNormGrad(RowNorm):
             if mask[0]:
                 scaled = wide_dy if weight is None else wide_dy * weight.to(kept)
                 drstd = (scaled * wide_x).sum(dims, keepdim=True)
-                square = drstd * (-0.5 * rstd.pow(3)) / count
-                dx = (scaled * rstd).addcmul_(square, wide_x, value=2).to(x.dtype)
+                square = -0.5 * drstd * rstd.pow(3) / count
+                dx = (wide_x * 2).mul_(square).add_(scaled * rstd).to(x.dtype)
             return dx, dw
 
         return spread(op, run)
@@ -481,8 +348,9 @@ class GroupNorm(GroupNormLike):
         if dmean is not None or drstd is not None:
             n, c, inner, groups = _group_sizes(op)
             rows = b.reshape(op.x, shape=(n, groups, c // groups * inner))
-            flat = [None if v is None else b.unsqueeze(v, -1) for v in (op.mean, op.rstd, dmean, drstd)]
-            dx = statistics_gradient(b, rows, flat[0], flat[1], (2,), flat[2], flat[3])
+            incoming = [None if v is None else b.unsqueeze(v, -1) for v in (dmean, drstd)]
+            kept = b.unsqueeze(op.mean, -1), b.unsqueeze(op.rstd, -1)
+            dx = statistics_gradient(b, rows, *kept, (2,), *incoming)
             dx = b.reshape_to(dx, op.x.type.shape)
         if dy is not None:
             direct, dw, db = b.group_norm_grad(dy, op.x, op.mean, op.rstd, op.weight, groups=op.groups)
@@ -626,7 +494,7 @@ class BatchNorm(BatchNormLike):
     @staticmethod
     def infer(x, weight, bias, running_mean, running_var, training, momentum, eps):
         row = statistic(x, (x.shape[1],))
-        running = [running_mean, running_var] if training and running_mean is not None else []
+        running = [t for t in (running_mean, running_var) if t is not None] if training else []
         return [x, row, row, *running]
 
     @staticmethod
@@ -661,8 +529,9 @@ class BatchNorm(BatchNormLike):
         dims, rank = _batch_dims(op), op.x.type.rank
         dx = dw = db = None
         if op.training and (dmean is not None or drstd is not None):
-            rows = [None if v is None else per_channel(b, v, rank) for v in (op.mean, op.rstd, dmean, drstd)]
-            dx = statistics_gradient(b, op.x, rows[0], rows[1], dims, rows[2], rows[3])
+            incoming = [None if v is None else per_channel(b, v, rank) for v in (dmean, drstd)]
+            kept = per_channel(b, op.mean, rank), per_channel(b, op.rstd, rank)
+            dx = statistics_gradient(b, op.x, *kept, dims, *incoming)
         if dy is not None and op.training:
             direct, dw, db = b.batch_norm_grad(dy, op.x, op.mean, op.rstd, op.weight, eps=op.eps)
             dx = add(b, direct, dx)

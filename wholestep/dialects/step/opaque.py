@@ -1,4 +1,4 @@
-"""`step.opaque`: any other ATen (or registered custom) op, run as it is. Its gradient is traced from PyTorch's autograd."""
+"""`step.opaque`: any other ATen (or registered custom) op, run as it is; its gradient is traced from autograd."""
 
 from __future__ import annotations
 

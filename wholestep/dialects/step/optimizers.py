@@ -1,7 +1,7 @@
 """Optimizer updates: one op per family, from a parameter, its gradient and state to the new parameter and state.
 
-Each expands to the arithmetic of `torch.optim`'s single-tensor code, rounding where it rounds. What a schedule may change
-(learning rate, betas, decay, ...) is a 0-d f64 operand; what changes the shape of the computation is an attribute.
+Each expands to the arithmetic of `torch.optim`'s single-tensor code, rounding where it rounds. What a schedule may
+change (learning rate, betas, decay, ...) is a 0-d f64 operand; what changes the computation itself is an attribute.
 """
 
 from __future__ import annotations
@@ -68,18 +68,19 @@ class Arithmetic:
 
     def add(self, x: Value, y: Value, alpha: Value | None = None) -> Value:
         """x + alpha * y."""
-        scaled = self.wide(y) if alpha is None else self.b.mul(self.wide(y), self.wide(alpha))
-        return self.round(self.b.add(self.wide(x), scaled), x)
+        if alpha is None:
+            return self.round(self.b.add(self.wide(x), self.wide(y)), x)
+        return self.round(self.b.axpy(self.wide(x), self.wide(y), alpha), x)
 
     def addcmul(self, x: Value, y: Value, z: Value, value: Value | None = None) -> Value:
         """x + value * y * z."""
-        y = self.wide(y) if value is None else self.b.mul(self.wide(y), self.wide(value))
-        return self.round(self.b.add(self.wide(x), self.b.mul(y, self.wide(z))), x)
+        value = self.b.full(1.0, (), F64) if value is None else value
+        return self.round(self.b.addcmul(self.wide(x), self.wide(y), self.wide(z), value), x)
 
     def addcdiv(self, x: Value, y: Value, z: Value, value: Value | None = None) -> Value:
         """x + value * y / z."""
-        y = self.wide(y) if value is None else self.b.mul(self.wide(y), self.wide(value))
-        return self.round(self.b.add(self.wide(x), self.b.div(y, self.wide(z))), x)
+        value = self.b.full(1.0, (), F64) if value is None else value
+        return self.round(self.b.addcdiv(self.wide(x), self.wide(y), self.wide(z), value), x)
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
         return self.b.select(condition, x, self.round(y, x))
@@ -95,7 +96,7 @@ class Arithmetic:
 
 
 def coupled_decay(m: Arithmetic, op: Op, gradient: Value) -> Value:
-    """gradient + weight_decay * parameter. Selected and not only added: 0 * inf is not 0, and eager skips a decay of 0."""
+    """gradient + weight_decay * parameter; selected, since eager skips a decay of 0 and 0 * inf is not 0."""
     decayed = m.add(gradient, op.parameter, op.weight_decay)
     return m.b.select(m.b.eq(op.weight_decay, 0.0), gradient, decayed)
 
@@ -106,7 +107,7 @@ def decoupled_decay(m: Arithmetic, op: Op) -> Value:
 
 
 class OptimizerUpdate(StepOp):
-    """Common rules of optimizer updates. `states` names the operands that have a new value among the results, in order."""
+    """Common rules of optimizer updates. `states` names the operands with a new value among the results, in order."""
 
     precision = "high"
     differentiable = False
@@ -138,7 +139,7 @@ class OptimizerUpdate(StepOp):
 
     @staticmethod
     def flops(op: Op) -> int:
-        return op.parameter.type.size * op.definition.cost
+        return op.parameter.type.size * op.definition.cost  # type: ignore[attr-defined]
 
     @staticmethod
     def check(op: Op) -> str | None:
@@ -665,7 +666,7 @@ class Muon(OptimizerUpdate):
 
 
 def orthogonal(b: StepBuilder, x: Value, coefficients: list[float], iterations: int, eps: Value) -> Value:
-    """The nearest semi-orthogonal matrix, roughly, in bf16: Newton-Schulz iterations as `torch.optim.Muon` runs them."""
+    """Roughly the nearest semi-orthogonal matrix: Newton-Schulz iterations in bf16, as `torch.optim.Muon` runs them."""
     first, second, third = coefficients
     x = b.cast_to(x, BF16)
     tall = x.type.shape[0] > x.type.shape[1]
@@ -695,4 +696,5 @@ def aten(
     keywords: dict[str, Any] | None = None,
 ) -> Value:
     """One call of an ATen operator as it is."""
-    return b.opaque(operands, result_types=[result], target=f"aten.{name}", arguments=arguments, keywords=keywords or {})
+    keywords = keywords or {}
+    return b.opaque(operands, result_types=[result], target=f"aten.{name}", arguments=arguments, keywords=keywords)

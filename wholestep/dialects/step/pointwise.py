@@ -6,6 +6,7 @@ Operands share one element type (capture inserts casts), so an op never promotes
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,12 +20,13 @@ class Pointwise(StepOp):
     """Common rules of pointwise ops."""
 
     pointwise = True
-    torch_function = None  # the ATen function that computes it
+    takes_numbers = False  # whether `evaluate` may be given a Python number for a 0-d constant
+    torch_function: ClassVar[Any] = None  # the ATen function that computes it
     cost = 1  # flops per element
 
     @staticmethod
     def flops(op: Op) -> int:
-        return op.results[0].type.size * op.definition.cost
+        return op.results[0].type.size * op.definition.cost  # type: ignore[attr-defined]
 
     @staticmethod
     def roles(op: Op) -> Roles:
@@ -32,7 +34,7 @@ class Pointwise(StepOp):
 
     @staticmethod
     def evaluate(op: Op):
-        return op.definition.torch_function
+        return op.definition.torch_function  # type: ignore[attr-defined]
 
 
 class Unary(Pointwise):
@@ -55,6 +57,7 @@ class FloatUnary(Unary):
 class Binary(Pointwise):
     """z = f(x, y)."""
 
+    takes_numbers = True
     x = Operand()
     y = Operand()
     z = Result()
@@ -194,7 +197,7 @@ class Gelu(FloatUnary):
     approximate = Attr("str", "how the Gaussian integral is computed", "none", choices=("none", "tanh"))
 
     @staticmethod
-    def infer(x, approximate):
+    def infer(x, approximate):  # type: ignore[override]
         return x
 
     @staticmethod
@@ -227,6 +230,10 @@ class ActivationGrad(Pointwise):
     @staticmethod
     def infer(dy, x):
         return x
+
+    @staticmethod
+    def check(op):
+        return None if op.dy.type is op.x.type else "dy and x differ in type"
 
 
 @step.op
@@ -274,7 +281,7 @@ class GeluGrad(ActivationGrad):
     approximate = Attr("str", "how the Gaussian integral is computed", "none", choices=("none", "tanh"))
 
     @staticmethod
-    def infer(dy, x, approximate):
+    def infer(dy, x, approximate):  # type: ignore[override]
         return x
 
     @staticmethod
@@ -304,7 +311,7 @@ class Cast(Unary):
     dtype = Attr("dtype", "element type of the result")
 
     @staticmethod
-    def infer(x, dtype):
+    def infer(x, dtype):  # type: ignore[override]
         return x.with_element(dtype)
 
     @staticmethod
@@ -380,7 +387,7 @@ class Div(Binary):
     rounding = Attr("str", "how the quotient is rounded", "none", choices=("none", "floor", "trunc"))
 
     @staticmethod
-    def infer(x, y, rounding):
+    def infer(x, y, rounding):  # type: ignore[override]
         return Binary.infer(x, y)
 
     @staticmethod
@@ -406,7 +413,7 @@ class Rem(Binary):
     rounding = Attr("str", "how the quotient was rounded", "floor", choices=("floor", "trunc"))
 
     @staticmethod
-    def infer(x, y, rounding):
+    def infer(x, y, rounding):  # type: ignore[override]
         return Binary.infer(x, y)
 
     @staticmethod
@@ -447,6 +454,7 @@ class Pow(Binary):
 class Atan2(Binary):
     """Angle of the point (y, x), with x the second operand."""
 
+    takes_numbers = False
     cost = 16
     torch_function = staticmethod(torch.atan2)
 
@@ -601,6 +609,76 @@ class Lerp(Pointwise):
     @staticmethod
     def expand(b, op):
         return b.add(op.x, b.mul(op.weight, b.sub(op.y, op.x)))
+
+
+class Scaled(Pointwise):
+    """x + scale * f(others), rounded once as ATen's fused forms do; `scale` is a single number of any float type."""
+
+    x = Operand(FloatTensor)
+    y = Operand(FloatTensor)
+    result = Result()
+
+    @staticmethod
+    def infer(x, y, *rest):
+        return TensorType(broadcast_shapes(x.shape, y.shape, *(r.shape for r in rest)), x.element)
+
+    @staticmethod
+    def check(op):
+        return None if op.scale.type.size == 1 else "scale is a single number"
+
+
+def _number(scale):
+    return scale.item() if isinstance(scale, torch.Tensor) else scale
+
+
+@step.op
+class Axpy(Scaled):
+    """x + scale * y."""
+
+    cost = 2
+    scale = Operand(FloatTensor)
+
+    @staticmethod
+    def evaluate(op):
+        return lambda x, y, scale: torch.add(x, y, alpha=_number(scale))
+
+    @staticmethod
+    def expand(b, op):
+        return b.add(op.x, b.mul(op.y, b.cast_to(op.scale, op.x.type.element)))
+
+
+@step.op
+class Addcmul(Scaled):
+    """x + scale * y * z."""
+
+    cost = 3
+    z = Operand(FloatTensor)
+    scale = Operand(FloatTensor)
+
+    @staticmethod
+    def evaluate(op):
+        return lambda x, y, z, scale: torch.addcmul(x, y, z, value=_number(scale))
+
+    @staticmethod
+    def expand(b, op):
+        return b.add(op.x, b.mul(b.mul(op.y, b.cast_to(op.scale, op.x.type.element)), op.z))
+
+
+@step.op
+class Addcdiv(Scaled):
+    """x + scale * y / z."""
+
+    cost = 4
+    z = Operand(FloatTensor)
+    scale = Operand(FloatTensor)
+
+    @staticmethod
+    def evaluate(op):
+        return lambda x, y, z, scale: torch.addcdiv(x, y, z, value=_number(scale))
+
+    @staticmethod
+    def expand(b, op):
+        return b.add(op.x, b.div(b.mul(op.y, b.cast_to(op.scale, op.x.type.element)), op.z))
 
 
 def is_scalar_number(value: Value) -> bool:

@@ -266,7 +266,7 @@ class AvgPoolGrad(AverageWindow):
 
 @step.op
 class AdaptiveAvgPool(Pool):
-    """The mean of windows chosen so that the result has a given size; window i runs from floor(i n / m) to ceil((i+1) n / m)."""
+    """The mean of windows that give the result its size: of n into m, window i runs from i n / m to (i + 1) n / m."""
 
     x = Operand(FloatTensor)
     y = Result()

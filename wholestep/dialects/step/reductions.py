@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 
 from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ...ir.types import BOOL, I64
-from .base import LABELS, Roles, StepOp, step
+from .base import LABELS, Roles, StepOp, step, torch_dtype
 
 
 def reduced_shape(shape: tuple[int, ...], dims: tuple[int, ...], keepdim: bool) -> tuple[int, ...]:
@@ -26,7 +29,7 @@ class Reduction(StepOp):
     """y = reduction of x over `dims`; an empty tuple reduces nothing."""
 
     precision = "high"
-    torch_function = None
+    torch_function: ClassVar[Callable[..., object] | None] = None
     reduction = "sum"
     x = Operand()
     y = Result()
@@ -47,7 +50,7 @@ class Reduction(StepOp):
 
     @staticmethod
     def evaluate(op: Op):
-        function, dims, keepdim = op.definition.torch_function, op.dims, op.keepdim
+        function, dims, keepdim = op.definition.torch_function, op.dims, op.keepdim  # type: ignore[attr-defined]
         if not dims:
             return lambda x: x
         return lambda x: function(x, dims, keepdim)
@@ -55,8 +58,10 @@ class Reduction(StepOp):
     @staticmethod
     def roles(op: Op) -> Roles:
         labels = LABELS[: op.x.type.rank]
-        kept = "".join(" " if i in op.dims and op.keepdim else c for i, c in enumerate(labels) if op.keepdim or i not in op.dims)
-        return Roles((labels,), (kept,), reduction=op.definition.reduction)
+        kept = "".join(
+            " " if i in op.dims and op.keepdim else c for i, c in enumerate(labels) if op.keepdim or i not in op.dims
+        )
+        return Roles((labels,), (kept,), reduction=op.definition.reduction)  # type: ignore[attr-defined]
 
 
 @step.op
@@ -68,8 +73,6 @@ class Sum(Reduction):
         dims, keepdim, dtype = op.dims, op.keepdim, None
         if not dims:
             return lambda x: x
-        from .base import torch_dtype
-
         dtype = torch_dtype(op.y.type.element)
         return lambda x: torch.sum(x, dims, keepdim, dtype=dtype)
 
@@ -128,6 +131,10 @@ class BooleanReduction(Reduction):
     differentiable = False
 
     @staticmethod
+    def evaluate(op):
+        return Reduction.evaluate(op) if op.dims else lambda x: x != 0
+
+    @staticmethod
     def infer(x, dims, keepdim):
         return x.with_shape(reduced_shape(x.shape, dims, keepdim)).with_element(BOOL)
 
@@ -161,8 +168,6 @@ class Prod(Reduction):
     @staticmethod
     def evaluate(op):
         (dim,), keepdim = op.dims, op.keepdim
-        from .base import torch_dtype
-
         dtype = torch_dtype(op.y.type.element)
         return lambda x: torch.prod(x, dim, keepdim, dtype=dtype)
 
@@ -196,12 +201,14 @@ class Variance(Reduction):
     correction = Attr("number", "subtracted from the count", 1)
 
     @staticmethod
-    def infer(x, dims, keepdim, correction):
+    def infer(x, dims, keepdim, correction):  # type: ignore[override]
         return x.with_shape(reduced_shape(x.shape, dims, keepdim))
 
     @staticmethod
     def evaluate(op):
         dims, keepdim, correction = op.dims, op.keepdim, op.correction
+        if not dims:  # torch would take an empty list for every dimension
+            return lambda x: torch.var(x.unsqueeze(-1), -1, correction=correction)
         return lambda x: torch.var(x, dims, correction=correction, keepdim=keepdim)
 
     @staticmethod
@@ -225,7 +232,7 @@ class ArgReduction(StepOp):
     """Index of an extremum along one dimension."""
 
     differentiable = False
-    torch_function = None
+    torch_function: ClassVar[Callable[..., object] | None] = None
     x = Operand()
     y = Result()
     dim = Attr("int", "dimension")
@@ -274,8 +281,6 @@ class Cumsum(StepOp):
 
     @staticmethod
     def evaluate(op):
-        from .base import torch_dtype
-
         dim, dtype = op.dim, torch_dtype(op.y.type.element)
         return lambda x: torch.cumsum(x, dim, dtype=dtype)
 

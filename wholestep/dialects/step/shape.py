@@ -136,7 +136,8 @@ class Slice(Shape):
 
     @staticmethod
     def derivative(b, op, dy):
-        return [b.slice_grad(dy, dim=op.dim, start=op.start, end=op.end, stride=op.stride, size=op.x.type.shape[op.dim])]
+        place = dict(dim=op.dim, start=op.start, end=op.end, stride=op.stride)
+        return [b.slice_grad(dy, size=op.x.type.shape[op.dim], **place)]
 
     @staticmethod
     def roles(op):

@@ -54,8 +54,12 @@ class Iota(Source):
     def evaluate(op):
         n, dtype = op.type.shape[0], torch_dtype(op.type.element)
         start, stride = op.start, op.stride
-        # the end is taken half a stride beyond the last element, so that rounding never changes the count
-        end = start + (n - 1) * stride + (stride / 2 if isinstance(stride, float) else (1 if stride > 0 else -1))
+        if op.type.element.kind == "int":
+            start, stride = int(start), int(stride)
+        # the end lies half a stride beyond the last element, so that rounding never changes the count
+        whole = isinstance(start, int) and isinstance(stride, int)
+        beyond = (1 if stride > 0 else -1) if whole else stride / 2
+        end = start + (n - 1) * stride + beyond
         if n == 0:
             return lambda device=None: torch.empty(0, dtype=dtype, device=device)
         return lambda device=None: torch.arange(start, end, stride, dtype=dtype, device=device)
@@ -84,7 +88,7 @@ def mix_seed(seed: int, counter: int, stream: int) -> int:
 class Random(StepOp):
     """Random numbers as a pure function of (seed, step counter, stream): asking twice gives the same numbers.
 
-    `uniform` is on [0, 1), `normal` is standard, `exponential` has rate 1. Nothing is stored for backward: it asks again.
+    `uniform` is on [0, 1), `normal` is standard, `exponential` has rate 1. Nothing is stored: backward asks again.
     """
 
     differentiable = False

@@ -12,7 +12,7 @@ from ...ir.types import F32, ScalarType, TensorType
 
 
 def spread(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` takes one tensor (or None, or a list) per declared operand; what comes back takes the op's operands flat."""
+    """`run` takes a tensor, None or a list per declared operand; what comes back takes the op's operands flat."""
     fields, attributes = op.definition, op.attributes
     if len(op.operands) == len(fields.operand_fields) and not any(f.variadic for f in fields.operand_fields):
         return run
@@ -39,6 +39,11 @@ def used(op: Op) -> list[bool]:
 def wide(element: ScalarType) -> ScalarType:
     """The element type in which sums and statistics of `element` are kept: float32 for the 16-bit floats."""
     return F32 if element.bits < 32 else element
+
+
+def widen(b: Any, *values: Value | None) -> list[Any]:
+    """Each value in the element type its statistics are kept in."""
+    return [None if v is None else b.cast_to(v, wide(v.type.element)) for v in values]
 
 
 def statistic(x: TensorType, shape: Sequence[int]) -> TensorType:
