@@ -17,7 +17,7 @@ from .errors import InputError
 from .ir.verify import verify as verify_ir
 from .runtime.executor import Executable
 from .runtime.train_step import Compiled, TrainStep
-from .training.build import build_step
+from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 
@@ -56,12 +56,12 @@ def compile_step(step: TrainStep) -> Compiled:
     start = clock()
     captured = capture(step.model, step.loss_fn, step.example_batch)
     captured_at = clock()
-    plan = plan_optimizer(step.optimizer, captured.parameters)
+    plan = plan_optimizer(step.optimizer, captured.parameters, step.plan)
     program = build_step(captured, plan, step.options["clip_norm"])
     built_at = clock()
     verify_ir(program.module)
     verified_at = clock()
-    executable = Executable(program.function, device_of(step.model))
+    executable = Executable(program.function, device_of(step.model), host_numbers(program, step.optimizer))
     done = clock()
     seconds = {
         "capture": captured_at - start,
@@ -70,6 +70,21 @@ def compile_step(step: TrainStep) -> Compiled:
         "build": done - verified_at,
     }
     return Compiled(program, plan, executable, program_key(step, plan), seconds)
+
+
+def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Arguments that are single numbers on the host: hyper-parameters and the optimizer's own counters."""
+    found = []
+    for index, slot in enumerate(program.slots):
+        if slot.kind in ("hyper", "fresh"):
+            found.append(index)
+        elif slot.kind == "optimizer_state" and not slot.type.shape and slot.type.element.text in ("f32", "f64"):
+            parameter = program.captured.parameters[slot.source[1]]
+            state = optimizer.state.get(parameter, {}).get(slot.source[2])
+            on_host = state.device.type == "cpu" if isinstance(state, torch.Tensor) else True
+            if on_host and parameter.dim():
+                found.append(index)
+    return found
 
 
 def program_key(step: TrainStep, plan: OptimizerPlan) -> Any:

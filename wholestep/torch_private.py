@@ -51,3 +51,21 @@ def static_number(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
     else:
         number = node.maybe_as_bool()
     return node.hint if number is None and node.has_hint() else number
+
+
+def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
+    """Tells learning-rate schedulers that the optimizer has stepped, as its own `step` would."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because Python asked a fake tensor for its values."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
+    return isinstance(error, kinds)

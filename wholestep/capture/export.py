@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
 import os
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +13,10 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, InputError, WholestepError
+from .custom_functions import AppliedFunction, traced_functions
+from .explain import explain, refuse
 from .layerdrop import RandomBranches
+from .sandbox import Attributes, extreme_draws, keep_random_state, python_random_state, quiet, random_line
 from .structure import find_loss, flatten, unflatten
 
 
@@ -30,6 +30,8 @@ class Exported:
     output_structure: Any
     output_names: list[str]
     loss_index: int
+    #: custom autograd functions whose gradients the program refers to
+    functions: list[AppliedFunction] = field(default_factory=list)
 
 
 class Wrapper(nn.Module):
@@ -46,16 +48,32 @@ class Wrapper(nn.Module):
         self.training = model.training  # not .train(): the user's submodules keep their modes
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        modules = [m for m in self.modules() if m._buffers]
+        buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        attributes = Attributes(("", self.model), ("loss_fn", self._modules.get("loss_fn")))
         result = self._call(unflatten(self._structure, tensors))
         loss, _ = find_loss(result)
         if not isinstance(loss, torch.Tensor):
-            raise InputError(f"the loss is a {type(loss).__name__}, not a tensor")
+            raise InputError(f"the loss is a {type(loss).__name__}, not a tensor; return the tensor itself")
         flat: list[torch.Tensor] = []
         names: list[str] = []
-        self._notes["structure"] = flatten(result, flat, names)
+        self._notes["structure"] = flatten(result, flat, names, "output")
         self._notes["names"] = names
-        places = [i for i, t in enumerate(flat) if t is loss]
-        self._notes["loss"] = places[0]
+        self._notes["loss"] = next(i for i, t in enumerate(flat) if t is loss)
+        self._notes["changes"] = attributes.changes()
+        for module, name, before in buffers:  # `self.buffer = new` becomes a write to the buffer
+            now = module._buffers.get(name)
+            if now is before or now is None:
+                continue
+            if now.shape != before.shape or now.dtype != before.dtype:
+                raise refuse(
+                    f"forward replaces the buffer {name} of {type(module).__name__} by a tensor of another shape or dtype",
+                    "keep buffers of one size for the whole training",
+                    None,
+                )
+            with torch.no_grad():
+                before.copy_(now)
+            module._buffers[name] = before
         return flat
 
 
@@ -118,124 +136,104 @@ def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
     """Captures model and loss on this batch. The model, the batch and the random state are left as they were."""
     tensors: list[torch.Tensor] = []
     names: list[str] = []
-    structure = flatten(batch, tensors, names)
-    notes: dict[str, Any] = {}
+    structure = flatten(batch, tensors, names, "batch")
     call = calling_convention(model, loss_fn, batch)
-    wrapper = Wrapper(model, loss_fn, call, structure, notes)
     inputs = tuple(t.detach() for t in tensors)
-    branches = RandomBranches()
-    with _quiet(), _keep_random_state(), torch.enable_grad():
+    attributes = Attributes(("", model), ("loss_fn", loss_fn))
+
+    def trace() -> tuple[Any, dict[str, Any]]:
+        notes: dict[str, Any] = {}
+        wrapper = Wrapper(model, loss_fn, call, structure, notes)
+        branches = RandomBranches()
         try:
-            with branches:
+            with torch.inference_mode(False), torch.enable_grad(), branches, traced_functions() as functions:
                 program = torch.export.export(wrapper, inputs, strict=False)
         except WholestepError:
             raise
         except Exception as error:
             raise explain(error, branches) from (error if os.environ.get("WHOLESTEP_TRACE") else None)
-    return Exported(program, names, structure, notes["structure"], notes["names"], notes["loss"])
+        finally:
+            attributes.restore()
+        return program, {**notes, "functions": functions}
 
-
-@contextlib.contextmanager
-def _keep_random_state() -> Iterator[None]:
-    state = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.export logs whole graphs when it fails; what the user needs is in our error."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo", "torch._export")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A kind of failure: how to recognise it, what it is, what to write instead."""
-
-    marks: tuple[str, ...]
-    what: str
-    instead: str
-    kinds: tuple[str, ...] = field(default=())
-
-
-ADVICE = (
-    Advice(
-        ("data-dependent", "GuardOnDataDependent", "Could not guard", "unbacked", "Could not extract specialized"),
-        "a Python decision (if, while, int(), .item()) depends on the values in a tensor",
-        "compute both branches and choose with torch.where, or make the decision outside the model",
-    ),
-    Advice(
-        ("bool() on", "truth value", "__bool__"),
-        "a tensor is used as a Python condition",
-        "choose with torch.where, or decide outside the model",
-    ),
-    Advice(
-        ("numpy", "numpy()"),
-        "a tensor leaves torch for numpy",
-        "stay with torch operations, or do it before the step",
-    ),
-    Advice(
-        ("does not have a fake impl", "no fake impl", "Unsupported operator", "not supported on fake", "meta kernel"),
-        "an operator has no shape function, so it cannot be captured",
-        "register one with torch.library.register_fake, or replace the operator",
-    ),
-    Advice(
-        ("deepcopy", "pickle", "generator"),
-        "Python that cannot be captured",
-        "move it out of forward",
-    ),
-)
-
-
-def explain(error: Exception, branches: RandomBranches) -> CaptureError:
-    """One error of ours: the user's file and line, what was met there, what to write instead."""
-    place = user_line(error)
-    text = first_line(error)
-    at = f"{place[0]}:{place[1]} in {place[2]}\n    {place[3]}\n" if place else ""
-    if branches.undecided:
-        what, instead = branches.explanation()
-    else:
-        found = next((a for a in ADVICE if any(m in f"{type(error).__name__} {error}" for m in a.marks)), None)
-        if found is None and not type(error).__module__.startswith("torch._"):
-            return CaptureError(f"{at}the model failed while it was captured: {type(error).__name__}: {text}")
-        what = found.what if found else text
-        instead = found.instead if found else "see docs/capture.md for what can be captured"
-    return CaptureError(
-        f"{at}cannot be captured: {what}.\nTry: {instead}.\n(torch says: {text}; set WHOLESTEP_TRACE=1 for its trace)"
+    with keep_random_state():
+        with quiet():
+            before = python_random_state()
+            program, notes = trace()
+            if python_random_state() != before:
+                check_python_random(program, trace)
+            counted = {where: now for where, (_, now) in notes["changes"].items() if isinstance(now, int | float | str)}
+            if counted:
+                check_python_state(program, trace, attributes, counted)
+        warn_lost_tensors(notes["changes"], program)
+    return Exported(
+        program, names, structure, notes["structure"], notes["names"], notes["loss"], notes["functions"]
     )
 
 
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> None:
+    """Refuses a program that depends on draws of Python's `random` or numpy, which would be the same at every step.
+
+    The model is captured again with the lowest and with the highest draws there are; where all three programs are one,
+    no draw matters (a probability of 0).
+    """
+    for high in (False, True):
+        extreme_draws(high)
+        try:
+            same = same_program(program, trace()[0])
+        except CaptureError:
+            same = False
+        if not same:
+            raise refuse(
+                "a random number of Python's `random` or of numpy decides what is computed, and would be drawn only "
+                "once, now",
+                "draw with torch.rand and use the tensor (multiply a layer's result by a random 0/1 tensor), or set the "
+                "probability to 0",
+                random_line(trace),
+            )
 
 
-def user_line(error: BaseException) -> tuple[str, int, str, str] | None:
-    """The innermost frame of the error that lies outside torch and Wholestep."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    torch_home = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-    frames: list[Any] = []
-    seen: BaseException | None = error
-    while seen is not None:
-        frames = [*traceback.extract_tb(seen.__traceback__)] or frames
-        outside = [f for f in frames if not f.filename.startswith((own, torch_home, "<"))]
-        if outside and "contextlib" not in outside[-1].filename:
-            last = outside[-1]
-            return last.filename, last.lineno or 0, last.name, last.line or ""
-        seen = seen.__cause__ or seen.__context__
-    return None
+def check_python_state(program: Any, trace: Any, attributes: Attributes, counted: dict[tuple[str, str], Any]) -> None:
+    """Refuses a program that depends on a Python attribute which forward itself changes, such as a step counter."""
+    attributes.put(counted)
+    try:
+        same = same_program(program, trace()[0])
+    except CaptureError:
+        same = False
+    finally:
+        attributes.restore()
+    if not same:
+        names = ", ".join(".".join(part for part in where if part) for where in counted)
+        raise refuse(
+            f"forward changes the Python attribute {names} of the model and computes with it; a compiled step would "
+            "always see its present value",
+            "make it a buffer: self.register_buffer(name, torch.tensor(0.0)), changed with add_",
+            None,
+        )
+
+
+def same_program(one: Any, other: Any) -> bool:
+    """Whether two captures are the same calls with the same constants."""
+    if one.graph_module.code != other.graph_module.code or one.constants.keys() != other.constants.keys():
+        return False
+    pairs = ((t, other.constants[k]) for k, t in one.constants.items() if isinstance(t, torch.Tensor))
+    return all(a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all()) for a, b in pairs)
+
+
+def warn_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: Any) -> None:
+    """Tensors that forward keeps in plain attributes: refused where the program reads them, else said in a warning."""
+    used = {t.data_ptr() for t in program.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
+    for where, (before, now) in changes.items():
+        if not isinstance(now, torch.Tensor):
+            continue
+        name = ".".join(part for part in where if part)
+        if isinstance(before, torch.Tensor) and before.numel() and before.data_ptr() in used:
+            raise refuse(
+                f"forward reads and replaces the tensor {name}, which is neither a parameter nor a buffer",
+                f"register it with self.register_buffer({where[1]!r}, ...), so that the step carries it along",
+                None,
+            )
+        warnings.warn(
+            f"forward keeps a tensor in {name}; a compiled step does not (register it as a buffer if it must last)",
+            stacklevel=2,
+        )

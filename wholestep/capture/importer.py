@@ -198,7 +198,7 @@ class Importer:
         schema = target._schema
         if schema.is_mutable:
             raise ValueError("this in-place operator has no functional form here; write it without the underscore")
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
             raise ValueError(
                 "this random operator is not part of the step dialect; draw with torch.rand, torch.randn or dropout"
             )
@@ -383,6 +383,13 @@ def concrete(value: Any) -> Any:
             raise ValueError("a size depends on the data")
         return number
     return value
+
+
+def draws_nothing(target: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random operator is called with a dropout probability of zero."""
+    names = [a.name for a in target._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return any(given.get(name) == 0 for name in ("dropout", "dropout_p", "p") if name in given)
 
 
 def wrap(out: Any) -> Any:

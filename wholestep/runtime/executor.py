@@ -2,68 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..backends.aten import expand_op, lower, needs_expansion
+from ..backends.host import host_function
+from ..dialects.step import constant_value, torch_dtype
 from ..errors import WholestepError
+from ..ir.builtin import module
 from ..ir.core import Op, Value
+from ..ir.passes import run_pipeline
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One call: which slots it reads and writes, which hold nothing anybody reads afterwards."""
+
+    run: Callable[..., Any]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    op: Op
+    frees: tuple[int, ...] = ()
 
 
 class Executable:
-    """A function of the program, ready to run: tensors in, tensors out, nothing decided while it runs."""
+    """A function of the program, ready to run: tensors in, tensors out, nothing decided while it runs.
 
-    def __init__(self, function: Op, device: torch.device | str = "cpu"):
-        self.function = function.clone()
+    `numbers` are the arguments that hold single numbers kept on the host (hyper-parameters, step counters); what is
+    computed from them alone stays a Python number.
+    """
+
+    def __init__(self, function: Op, device: torch.device | str = "cpu", numbers: Iterable[int] = ()):
         self.device = torch.device(device)
+        self.function = expanded(function)
         block = self.function.regions[0].block
-        pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
-        while pending:
-            for op in pending:
-                expand_op(op)
-            pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
-        slots: dict[Value, int] = {a: i for i, a in enumerate(block.arguments)}
-        calls: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], Op]] = []
-        fixed: list[tuple[int, torch.Tensor]] = []
         assert block.last is not None
-        for op in block:
-            if op is block.last:
-                break
-            if not any(r.uses for r in op.results):
-                continue
-            call = lower(op, self.device)
-            for result in call.results:
-                slots[result] = len(slots)
-            if call.operands:
-                calls.append((call.run, tuple(slots[v] for v in call.operands), tuple(slots[r] for r in call.results), op))
-            else:
-                fixed.append((slots[call.results[0]], call.run()))
-        self.results = tuple(slots[v] for v in block.last.operands)
         self.arguments = len(block.arguments)
+        slots: dict[Value, int] = {a: i for i, a in enumerate(block.arguments)}
+        host: set[Value] = {block.arguments[i] for i in numbers}
+        self.numbers = tuple(sorted(numbers))
+        self.fixed: list[tuple[int, Any]] = []
+        instructions: list[Instruction] = []
+        for op in block:
+            if op is block.last or not any(r.uses for r in op.results):
+                continue
+            on_host = host_function(op) if any(v in host for v in op.operands) else None
+            if on_host is not None and all(v in host or constant_value(v) is not None for v in op.operands):
+                run = with_constants(on_host, op)
+                operands = tuple(v for v in op.operands if constant_value(v) is None)
+                host.update(op.results)
+            else:
+                call = lower(op, self.device)
+                run, operands = call.run, call.operands
+                if any(v in host for v in operands) and not takes_floats(op, host):
+                    run = with_tensors(run, operands, host)
+            for result in op.results:
+                slots[result] = len(slots)
+            if operands:
+                reads, writes = tuple(slots[v] for v in operands), tuple(slots[r] for r in op.results)
+                instructions.append(Instruction(run, reads, writes, op))
+            else:
+                self.fixed.append((slots[op.results[0]], run()))
+        #: results that are numbers on the host, with the type of the tensor they stand for
+        self.results = tuple(
+            (slots[v], torch_dtype(v.type.element) if v in host else None) for v in block.last.operands
+        )
         self.slots = len(slots)
-        self.fixed = fixed
-        self.calls = self._with_frees(calls, {slot for slot, _ in fixed})
-
-    def _with_frees(self, calls, kept):
-        """Adds to each call the slots that nobody reads after it."""
-        kept = kept | set(self.results)
-        last: dict[int, int] = {}
-        for index, (_, reads, writes, _) in enumerate(calls):
-            for slot in (*reads, *writes):
-                last[slot] = index
-        frees: list[list[int]] = [[] for _ in calls]
-        for slot, index in sorted(last.items()):
-            if slot not in kept:
-                frees[index].append(slot)
-        return [(run, r, w if len(w) > 1 else w[0], tuple(f), op) for (run, r, w, op), f in zip(calls, frees, strict=True)]
+        mark_last_uses(instructions, {slot for slot, _ in (*self.fixed, *self.results)})
+        self.calls = [(i.run, i.reads, i.writes if len(i.writes) > 1 else i.writes[0], i.frees, i.op) for i in instructions]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(inputs) != self.arguments:
             raise WholestepError(f"the program takes {self.arguments} tensors, {len(inputs)} were given")
         slots: list[Any] = [None] * self.slots
         slots[: self.arguments] = inputs
+        for index in self.numbers:
+            slots[index] = slots[index].item()
         for slot, tensor in self.fixed:
             slots[slot] = tensor
         op = None
@@ -74,18 +91,84 @@ class Executable:
                     if type(writes) is int:
                         slots[writes] = out
                     else:
-                        for slot, value in zip(writes, out, strict=False):
+                        for slot, value in zip(writes, out, strict=True):
                             slots[slot] = value
                     for slot in frees:
                         slots[slot] = None
         except Exception as error:
             if op is None or isinstance(error, WholestepError):
                 raise
-            raise type_of(error)(f"{op.name} of layer {op.loc}: {error}") from error
-        return [slots[i] for i in self.results]
+            raise kept_class(error)(f"{op.name} of layer {op.loc}: {error}") from error
+        return [slots[i] if dtype is None else torch.tensor(slots[i], dtype=dtype) for i, dtype in self.results]
 
 
-def type_of(error: Exception) -> type[Exception]:
+def expanded(function: Op) -> Op:
+    """A copy of the function in which ops that only run through their expansion are expanded, with repeats merged."""
+    root = module()
+    copy = function.clone()
+    root.regions[0].block.append(copy)
+    block = copy.regions[0].block
+    pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
+    if not pending:
+        return copy
+    while pending:
+        for op in pending:
+            expand_op(op)
+        pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
+    run_pipeline(root, "cse,dce")
+    return copy
+
+
+def takes_floats(op: Op, host: set[Value]) -> bool:
+    """Whether the op's ATen call takes Python numbers in place of these 0-d tensors."""
+    if op.name in ("step.axpy", "step.addcmul", "step.addcdiv", "step.lerp"):
+        return not any(v in host for v in op.operands[:-1])
+    return getattr(op.definition, "takes_numbers", False) and not all(v in host for v in op.operands)
+
+
+def with_constants(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """A function on the operands that are not constants."""
+    template = [constant_value(v) for v in op.operands]
+    if all(c is None for c in template):
+        return function
+    if len(template) == 2:
+        left, right = template
+        if right is not None:
+            return lambda x: function(x, right)
+        return lambda y: function(left, y)
+
+    def run(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if c is None else c for c in template))
+
+    return run
+
+
+def with_tensors(run: Callable[..., Any], operands: tuple[Value, ...], host: set[Value]) -> Callable[..., Any]:
+    """A function that turns numbers from the host into tensors of their type before it runs."""
+    dtypes = [torch_dtype(v.type.element) if v in host else None for v in operands]
+
+    def convert(*given: Any) -> Any:
+        return run(*[x if d is None else torch.tensor(x, dtype=d) for x, d in zip(given, dtypes, strict=True)])
+
+    return convert
+
+
+def mark_last_uses(instructions: list[Instruction], kept: set[int]) -> None:
+    """Notes at each instruction the slots that nobody reads after it."""
+    last: dict[int, int] = {}
+    for index, instruction in enumerate(instructions):
+        for slot in (*instruction.reads, *instruction.writes):
+            last[slot] = index
+    frees: dict[int, list[int]] = {}
+    for slot, index in sorted(last.items()):
+        if slot not in kept:
+            frees.setdefault(index, []).append(slot)
+    for index, slots in frees.items():
+        instructions[index].frees = tuple(slots)
+
+
+def kept_class(error: Exception) -> type[Exception]:
     """The class to raise again with the layer's name: torch's out-of-memory and runtime errors stay what they are."""
     for kind in (torch.OutOfMemoryError, MemoryError, IndexError, RuntimeError):
         if isinstance(error, kind):

@@ -22,6 +22,7 @@ from ..capture.structure import differences, flatten, unflatten
 from ..errors import InputError
 from ..ir.core import Op
 from ..training.build import Program, sizes
+from ..torch_private import mark_optimizer_called
 from ..training.optimizer_plan import OptimizerPlan
 from .executor import Executable
 from .report import Report
@@ -60,6 +61,7 @@ class TrainStep:
         self.compilations = 0
         self.verified: bool | None = None
         self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None)
+        self.plan: OptimizerPlan | None = None
         self._compiled = self._compile()
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
@@ -117,6 +119,7 @@ class TrainStep:
 
     def _compile(self) -> Compiled:
         compiled = self._recompile(self)
+        self.plan = compiled.plan
         self.compilations += 1
         return compiled
 
@@ -220,10 +223,13 @@ class TrainStep:
             return torch.tensor([self._seed, self._counter], dtype=torch.int64, device=compiled.executable.device)
         if kind == "optimizer_state":
             _, fqn, key = source[:3]
-            if fqn not in created:
-                created[fqn] = compiled.plan.initialise(fqn)
-            if key in created[fqn]:
-                return self._as_tensor(slot, created[fqn][key])
+            value = self.optimizer.state.get(captured.parameters[fqn], {}).get(key)
+            if value is None:
+                if fqn not in created:
+                    created[fqn] = compiled.plan.initialise(fqn)
+                value = created[fqn].get(key)
+            if value is not None:
+                return self._as_tensor(slot, value)
         return self._as_tensor(slot, compiled.plan.read(slot))
 
     def _as_tensor(self, slot: Slot, value: Any) -> torch.Tensor:
@@ -250,6 +256,8 @@ class TrainStep:
                     self._write_state(slot, compiled, value)
                 else:
                     place[slot.source].copy_(value)
+            compiled.plan.finish(compiled.program.updated)
+            mark_optimizer_called(self.optimizer)
 
     def _write_state(self, slot: Slot, compiled: Compiled, value: torch.Tensor) -> None:
         """New optimizer state into the user's tensor, or in place of the user's number."""

@@ -51,7 +51,7 @@ def build_step(captured: Captured, plan: OptimizerPlan, clip_norm: float | None 
     arguments = {slot.source: value for slot, value in zip(captured.slots, block.arguments, strict=True)}
     slots = list(captured.slots)
     b = StepBuilder(block, phase="backward")
-    vjps = VjpCache()
+    vjps = VjpCache(next(iter(captured.parameters.values())).device)
     owned = [
         fqn for fqn in plan.parameters if captured.parameters[fqn].requires_grad and ("parameter", fqn) in arguments
     ]

@@ -98,16 +98,20 @@ class Opaque(StepOp):
     keywords = Attr("dict", "keyword arguments, likewise")
 
     @staticmethod
-    def evaluate(op: Op):
+    def call(op: Op):
+        """The operator's call as a function of tensors, from the attributes that Opaque and OpaqueGrad share."""
         function, arguments, keywords = resolve(op.target), op.arguments, op.keywords
-        single = len(op.results) == 1
+        return lambda *tensors: function(
+            *(decode_argument(a, tensors) for a in arguments),
+            **{k: decode_argument(a, tensors) for k, a in keywords.items()},
+        )
+
+    @staticmethod
+    def evaluate(op: Op):
+        call, single = Opaque.call(op), len(op.results) == 1
 
         def run(*tensors):
-            out = function(
-                *(decode_argument(a, tensors) for a in arguments),
-                **{k: decode_argument(a, tensors) for k, a in keywords.items()},
-            )
-            flat = flatten_results(out)
+            flat = flatten_results(call(*tensors))
             return flat[0] if single else tuple(flat)
 
         return run
@@ -115,6 +119,39 @@ class Opaque(StepOp):
     @staticmethod
     def check(op):
         return None if op.target.count(".") == 2 else "target must be namespace.name.overload"
+
+
+@step.op
+class OpaqueGrad(StepOp):
+    """Gradients of an opaque op, asked of PyTorch's autograd at run time.
+
+    For operators whose backward decides by the data and so cannot be traced; it runs the forward once more.
+    """
+
+    xs = Operand(AnyType, "the operands of the forward op, then the gradients of its results", variadic=True)
+    dxs = Result(AnyType, "gradients of the wanted operands", variadic=True)
+    target = Attr("str", "namespace.name.overload of the operator")
+    arguments = Attr("list", "positional arguments of the forward call")
+    keywords = Attr("dict", "keyword arguments of the forward call")
+    wanted = Attr("ints", "operands whose gradient is asked for")
+    given = Attr("ints", "results whose gradient is given")
+
+    @staticmethod
+    def evaluate(op: Op):
+        forward = Opaque.call(op)
+        wanted, given, single = op.wanted, op.given, len(op.results) == 1
+        count = len(op.operands) - len(given)
+
+        def run(*tensors):
+            operands = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors[:count])]
+            with torch.enable_grad():
+                out = flatten_results(forward(*operands))
+            inputs = [operands[i] for i in wanted]
+            got = torch.autograd.grad([out[i] for i in given], inputs, tensors[count:], allow_unused=True)
+            grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, got, strict=True))
+            return grads[0] if single else grads
+
+        return run
 
 
 def is_dtype_argument(value: Any) -> bool:

@@ -1,0 +1,43 @@
+"""Every network of the zoo trains ten steps like eager PyTorch, with AdamW and with SGD, in float32 on CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import wholestep as ws
+from wholestep.errors import WholestepError
+
+from . import KNOWN_FAILURES, ZOO
+from .compare import KINDS, LOSS_TOLERANCE, PARAMETER_TOLERANCE, compare
+
+#: one or two of each family run with every change; WHOLESTEP_ZOO=all runs the rest too
+CORE = (
+    "gpt2 gpt2-eager llama qwen3 gemma2 phi opt bloom falcon mpt xlnet bert bert-qa-eager roberta distilbert deberta-v2 "
+    "albert fnet modernbert t5 bart prophetnet resnet efficientnet mobilenet-v2 convnext vit swin segformer siglip "
+    "wav2vec2-classifier whisper mixtral deepseek-v3 mamba rwkv clip lstm-cells lstm dlrm wavenet mlp-mixer unet convnet "
+    "graph-index-add graph-attention tied-gpt checkpointed-gpt checkpointed-gpt-reentrant in-place frozen-backbone"
+).split()
+CHOSEN = list(ZOO) if os.environ.get("WHOLESTEP_ZOO") == "all" else CORE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_trains_like_eager(name: str, kind: str) -> None:
+    entry = ZOO[name]
+    found = compare(entry, kind)
+    assert found.loss <= LOSS_TOLERANCE
+    assert found.parameters <= PARAMETER_TOLERANCE
+    assert found.agrees(entry.lr[KINDS.index(kind)])
+
+
+@pytest.mark.parametrize("name", list(KNOWN_FAILURES))
+def test_what_cannot_be_captured_is_refused(name: str) -> None:
+    """Networks outside a static program give one clear error, never a wrong gradient."""
+    entry = KNOWN_FAILURES[name]
+    model, batch = entry.build()
+    with pytest.raises(WholestepError) as caught:
+        ws.compile(model, entry.loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert str(caught.value)

@@ -1,0 +1,192 @@
+"""What capture must not leave behind, and what it must notice: random state, module attributes, torch's own noise.
+
+A model runs once while it is captured. Its Python side effects are undone here, and where they or Python's random
+numbers would change the program from step to step, capture is refused instead of freezing them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .explain import Place, is_users, place_of
+
+# ---- random state ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Leaves the random state of torch, Python and numpy as it was."""
+    state, python, numpy = torch.get_rng_state(), random.getstate(), _numpy_generator()
+    legacy = numpy.get_state() if numpy else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy:
+            numpy.set_state(legacy)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """A value that changes when Python's or numpy's global generator is drawn from."""
+    numpy = _numpy_generator()
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, position, *rest = numpy.get_state()
+    return random.getstate(), kind, keys.tobytes(), position, rest
+
+
+def _numpy_generator() -> Any:
+    """numpy's global generator, where numpy is in use at all."""
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def extreme_draws(high: bool) -> None:
+    """Makes the next few hundred draws of Python's and numpy's global generators the lowest or the highest ones."""
+    word = _untemper(0xFFFFFFFF) if high else 0
+    random.setstate((3, (word,) * 624 + (0,), None))
+    numpy = _numpy_generator()
+    if numpy:
+        numpy.set_state(("MT19937", [word] * 624, 0))
+
+
+def _untemper(y: int) -> int:
+    """The state word of the Mersenne Twister that is output as y."""
+    y ^= y >> 18
+    y ^= (y << 15) & 0xEFC60000
+    x = y
+    for _ in range(5):
+        x = y ^ ((x << 7) & 0x9D2C5680)
+    y = x
+    for _ in range(3):
+        x = y ^ (x >> 11)
+    return x & 0xFFFFFFFF
+
+
+def random_line(run: Callable[[], Any]) -> Place | None:
+    """The user's line on which Python's or numpy's global generator is drawn from, found by running once more."""
+    found: list[Place] = []
+    state = [python_random_state()]
+    last: dict[FrameType, Place] = {}
+
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        if found or not is_users(frame.f_code.co_filename):
+            return None
+        now = python_random_state()
+        if now != state[0]:
+            found.append(last.get(frame) or place_of(frame))
+            return None
+        if event == "return":
+            last.pop(frame, None)
+        else:
+            last[frame] = place_of(frame)
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        with contextlib.suppress(Exception):
+            run()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else None
+
+
+# ---- attributes of modules ---------------------------------------------------------------------------------------------
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Attributes:
+    """The attributes of a model's modules at one moment: what has changed since, and how to go back."""
+
+    def __init__(self, *roots: Any):
+        self.modules = {
+            f"{name}.{path}".strip("."): module
+            for name, root in roots
+            if isinstance(root, nn.Module)
+            for path, module in root.named_modules()
+        }
+        self.saved = {path: _contents(vars(module)) for path, module in self.modules.items()}
+
+    def changes(self) -> dict[tuple[str, str], tuple[Any, Any]]:
+        """Attributes that are not parameters, buffers or modules and differ now: (path, name) to (before, now)."""
+        found = {}
+        for path, module in self.modules.items():
+            before, now = self.saved[path], vars(module)
+            for name in dict.fromkeys((*before, *now)):
+                if name in _TABLES:
+                    continue
+                old = before[name][0] if name in before else None
+                if name not in now or now[name] is not old:
+                    found[path, name] = (old, now.get(name))
+        return found
+
+    def put(self, values: dict[tuple[str, str], Any]) -> None:
+        for (path, name), value in values.items():
+            vars(self.modules[path])[name] = value
+
+    def restore(self) -> None:
+        for path, module in self.modules.items():
+            saved, now = self.saved[path], vars(module)
+            for name in [n for n in now if n not in saved]:
+                del now[name]
+            for name, (value, contents) in saved.items():
+                now[name] = value
+                if contents is not None:
+                    _refill(value, contents)
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute with, for a plain container, a copy of what it holds."""
+    return {k: (v, v.copy() if type(v) in (list, dict, set) else None) for k, v in attributes.items()}
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    elif isinstance(container, set) or [*map(id, container.values())] != [*map(id, contents.values())]:
+        container.clear()
+        container.update(contents)
+
+
+# ---- noise -------------------------------------------------------------------------------------------------------------
+
+_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """torch.export warns, logs and prints whole graphs when it fails; what the user needs is in our error."""
+    if os.environ.get("WHOLESTEP_TRACE"):
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    printed = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+        if printed.getvalue():
+            print(printed.getvalue(), end="", file=sys.stderr)  # nothing failed: it was the user's
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
