@@ -45,13 +45,13 @@ def compile(
     machine.protect()
     batch = as_batch(example_batch)
     check_options(clip_norm)
-    check_model(model, loss_fn, optimizer, batch)
     options = {"clip_norm": clip_norm, "verify": verify}
     return TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options)
 
 
 def compile_step(step: TrainStep) -> Compiled:
     """One compilation, from capture to the executable."""
+    check_model(step.model, step.loss_fn, step.optimizer, step.example_batch)
     clock = time.perf_counter
     start = clock()
     captured = capture(step.model, step.loss_fn, step.example_batch)
@@ -61,7 +61,7 @@ def compile_step(step: TrainStep) -> Compiled:
     built_at = clock()
     verify_ir(program.module)
     verified_at = clock()
-    executable = Executable(program.function, device_of(step.model), host_numbers(program, step.optimizer))
+    executable = Executable(program.function, device_of(step.model, step.loss_fn), host_numbers(program, step.optimizer))
     done = clock()
     seconds = {
         "capture": captured_at - start,
@@ -89,23 +89,34 @@ def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int
 
 def program_key(step: TrainStep, plan: OptimizerPlan) -> Any:
     """What a program depends on beside its inputs: modes, frozen layers, the optimizer's structure."""
-    modes = tuple([m.training for m in step.model.modules()])
-    frozen = tuple([p.requires_grad for p in step.model.parameters()])
-    return modes, frozen, plan.structure()
+    roots = (step.model, step.loss_fn) if isinstance(step.loss_fn, nn.Module) else (step.model,)
+    modules = [m for root in roots for m in root.modules()]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+    return (
+        tuple([m.training for m in modules]),
+        tuple([(id(p), p.requires_grad, p.shape, p.dtype, p.device) for p in parameters]),
+        tuple([(b.shape, b.dtype, b.device) for b in buffers]),
+        plan.structure(),
+    )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The one device the model is on."""
-    devices = dict.fromkeys(t.device for t in (*model.parameters(), *model.buffers()))
+def device_of(model: nn.Module, loss_fn: Any = None) -> torch.device:
+    """The one device that the model, and a loss that is a module, are on."""
+    parameters, buffers, _ = named_state(model, loss_fn)
+    devices: dict[torch.device, str] = {}
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        devices.setdefault(tensor.device, name)
     if len(devices) > 1:
-        raise InputError(f"the model is spread over {', '.join(map(str, devices))}; move it to one device with .to(...)")
+        shown = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise InputError(f"the model is spread over several devices ({shown}); move it to one with .to(...)")
     return next(iter(devices), torch.device("cpu"))
 
 
 def as_batch(example: Any) -> Any:
     """A batch as the step keeps it: a mapping, or a tuple of parts."""
     if isinstance(example, Mapping):
-        return example
+        return dict(example)
     if isinstance(example, list | tuple):
         return tuple(example)
     return (example,)
@@ -124,9 +135,34 @@ def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
         raise InputError(f"loss_fn must be callable or None, not {type(loss_fn).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    parameters, buffers, _ = named_state(model, loss_fn)
+    parameters, _, _ = named_state(model, loss_fn)
+    for name, p in parameters.items():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise InputError(f"parameter {name} has no shape yet (a lazy module); run the model once before compiling")
     if not any(p.requires_grad for p in parameters.values()):
         raise InputError("no parameter of the model requires a gradient; unfreeze one with requires_grad_(True)")
+    check_ownership(parameters, optimizer)
+    for name, p in parameters.items():
+        check_parameter(name, p)
+    for path, module in (*model.named_modules(), *(loss_fn.named_modules() if isinstance(loss_fn, nn.Module) else ())):
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise InputError(
+                f"module {path or type(module).__name__} has backward hooks, which a compiled step would not call; "
+                "remove them (forward hooks are part of the program)"
+            )
+    device = device_of(model, loss_fn)
+    tensors: list[torch.Tensor] = []
+    names: list[str] = []
+    flatten(batch, tensors, names, "batch")
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.device != device:
+            raise InputError(f"{name} is on {tensor.device} but the model is on {device}; move one of them with .to(...)")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{name} has the layout {tensor.layout}; only dense tensors can be part of a batch")
+
+
+def check_ownership(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must hold parameters of this model, and of no other."""
     owned = {id(p) for p in parameters.values()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = sum(id(p) not in owned for p in held)
@@ -135,25 +171,22 @@ def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
             f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's; build the optimizer "
             "from model.parameters() after the model is complete and on its device"
         )
-    for name, p in parameters.items():
-        if p._backward_hooks:
-            raise InputError(
-                f"parameter {name} has gradient hooks, which a compiled step would not call; remove them "
-                "(clip_norm= clips inside the step)"
-            )
-        if p.is_floating_point() and not p.is_meta and not bool(torch.isfinite(p).all()):
-            raise InputError(
-                f"parameter {name} holds NaN or infinite values before training starts; check its initialisation or "
-                "the checkpoint it came from"
-            )
-        if p.is_meta:
-            raise InputError(f"parameter {name} is on the meta device and has no values; materialise the model first")
-    device = device_of(model)
-    tensors: list[torch.Tensor] = []
-    names: list[str] = []
-    flatten(batch, tensors, names)
-    for tensor, name in zip(tensors, names, strict=True):
-        if tensor.device != device:
-            raise InputError(
-                f"batch {name} is on {tensor.device} but the model is on {device}; move one of them with .to(...)"
-            )
+
+
+def check_parameter(name: str, p: nn.Parameter) -> None:
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise InputError(
+            f"parameter {name} has gradient hooks, which a compiled step would not call; remove them "
+            "(clip_norm= clips inside the step)"
+        )
+    if p.is_meta:
+        raise InputError(f"parameter {name} is on the meta device and has no values; materialise the model first")
+    if not p.is_floating_point():
+        return
+    bad = ~torch.isfinite(p.detach()) if p.requires_grad else torch.isnan(p.detach())  # a frozen mask may hold -inf
+    count = int(bad.sum())
+    if count:
+        raise InputError(
+            f"parameter {name} holds {count} NaN or infinite values (of {p.numel()}) before the step is compiled; "
+            "check its initialisation or the checkpoint it came from"
+        )

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from wholestep.capture import aten_nn, aten_pointwise, aten_shape  # noqa: F401  (they register their handlers)
-from wholestep.capture.export import explain
+from wholestep.capture.explain import explain
 from wholestep.capture.importer import HANDLERS, Importer
 from wholestep.capture.layerdrop import RandomBranches
 from wholestep.capture.references import Ref, fresh
@@ -245,7 +246,6 @@ class Case:
         return total
 
     def run_eager(self) -> None:
-        leaves = [t.clone(memory_format=torch.preserve_format) for t in self.tensors]
         leaves = [t.detach().requires_grad_(w) for t, w in zip(self.tensors, self.wanted, strict=True)]
         outs = self.call(leaves)
         self.expected = [t.detach() for t in outs]
@@ -274,7 +274,7 @@ class Case:
         try:
             graph = self.trace()
         except Exception as error:
-            return Outcome(REFUSED, "torch cannot capture it: " + plain(str(explain(error, RandomBranches()))))
+            return Outcome(REFUSED, plain(str(explain(error, RandomBranches()))) or plain(repr(error)))
         try:
             return self.judge(*self.program(graph))
         except WholestepError as error:
@@ -291,7 +291,8 @@ class Case:
             outs = self.call(list(tensors[:count]))
             return [*outs, self.scalar(outs, list(tensors[count:]))] if self.cotangents else outs
 
-        return trace(function, [*self.tensors, *self.cotangents])
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(self.tensors, self.wanted, strict=True)]
+        return trace(function, [*leaves, *self.cotangents])
 
     def program(self, graph: torch.fx.GraphModule) -> tuple[Op, Imported]:
         imported = import_function(graph, [*self.tensors, *self.cotangents])
@@ -388,6 +389,7 @@ class Imported:
     arguments: list[Value]
     results: list[Value]
     keys: list[Value]
+    constants: list[torch.Tensor]
     vjps: VjpCache = field(default_factory=VjpCache)
     missing: list[bool] = field(default_factory=list)
 
@@ -395,14 +397,35 @@ class Imported:
         finish_function(self.function, results)
 
     def extra(self) -> list[torch.Tensor]:
-        """Arguments beside the tensors: the random key where one is used."""
-        return [torch.tensor(RANDOM_KEY)] * len(self.keys)
+        """Arguments beside the tensors: constants of the graph, and the random key where one is used."""
+        return [*self.constants, *([torch.tensor(RANDOM_KEY)] * len(self.keys))]
+
+
+def lift_constants(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Makes tensors that a graph holds inputs of it, as torch.export does; gives them in order."""
+    found: dict[str, tuple[fx.Node, torch.Tensor]] = {}
+    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1:]
+    for node in list(graph.graph.nodes):
+        tensor = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 1:
+            continue
+        if node.target not in found:
+            place = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before()
+            with place:
+                argument = graph.graph.placeholder(f"constant_{len(found)}")
+            argument.meta["val"] = node.meta.get("val", tensor)
+            found[node.target] = (argument, tensor.detach())
+            last = [argument]
+        node.replace_all_uses_with(found[node.target][0])
+        graph.graph.erase_node(node)
+    return [tensor for _, tensor in found.values()]
 
 
 def import_function(graph: torch.fx.GraphModule, tensors: list[torch.Tensor]) -> Imported:
     """A function of the tensors, made by the importer that capture uses."""
+    constants = lift_constants(graph)
     root = module()
-    function = add_function(root, "main", [tensor_type(t) for t in tensors])
+    function = add_function(root, "main", [tensor_type(t) for t in (*tensors, *constants)])
     block = function.regions[0].block
     arguments = list(block.arguments)
     keys: list[Value] = []
@@ -418,7 +441,7 @@ def import_function(graph: torch.fx.GraphModule, tensors: list[torch.Tensor]) ->
     flat = out if isinstance(out, list) else [out]
     results = [r.read(b) for r in flat if isinstance(r, Ref)]
     b.phase = "backward"
-    return Imported(root, function, b, importer, arguments, results, keys)
+    return Imported(root, function, b, importer, arguments, results, keys, constants)
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

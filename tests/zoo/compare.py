@@ -53,9 +53,19 @@ def optimizer_for(kind: str, entry: Entry, model: nn.Module) -> torch.optim.Opti
     return torch.optim.SGD(parameters, lr=entry.lr[1], momentum=0.9)
 
 
-def compare(entry: Entry, kind: str) -> Comparison:
+def moved(value: object, device: str) -> object:
+    """A batch on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({k: moved(v, device) for k, v in value.items()})
+    return type(value)(moved(v, device) for v in value) if isinstance(value, list | tuple) else value  # type: ignore[call-arg]
+
+
+def compare(entry: Entry, kind: str, device: str = "cpu") -> Comparison:
     """Ten compiled and ten eager steps from the same start."""
     model, batch = entry.build()
+    model, batch = model.to(device), moved(batch, device)  # type: ignore[assignment]
     twin = copy.deepcopy(model)
     step = ws.compile(model, entry.loss_fn, optimizer_for(kind, entry, model), batch)
     eager = optimizer_for(kind, entry, twin)
@@ -75,8 +85,10 @@ def compare(entry: Entry, kind: str) -> Comparison:
             null = max(null, difference)
         else:
             ordinary = max(ordinary, difference)
+    # a bias before BatchNorm is one of those whose exact gradient is zero, and its drift shows in the running mean
+    drift = 1.1 * STEPS * entry.lr[0] if kind == "adamw" and entry.null_gradients else 1e-5
     for (name, mine), other in zip(model.named_buffers(), twin.buffers(), strict=True):
-        if not torch.allclose(mine.double(), other.double(), rtol=1e-4, atol=1e-5):
+        if not torch.allclose(mine.double(), other.double(), rtol=1e-4, atol=drift):
             raise AssertionError(f"buffer {name} differs")
     report = step.report()
     return Comparison(loss, ordinary, null, tuple(report.opaque), tuple(report.traced))
@@ -98,6 +110,8 @@ def main(names: list[str]) -> None:
             row["status"] = "agrees" if all(row[k]["agrees"] for k in KINDS) else "differs"  # type: ignore[index]
         except WholestepError as error:
             row["status"], row["reason"] = "refused", str(error).splitlines()[-1] if not entry.failure else entry.failure
+        except AssertionError as error:
+            row["status"], row["reason"] = "differs", str(error)
         results[name] = row
         print(name, row, flush=True)
         path.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")

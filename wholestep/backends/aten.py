@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..dialects.step import StepBuilder, constant_value
+from ..dialects.step import constant_value
 from ..dialects.step.pointwise import is_scalar_number
 from ..errors import WholestepError
 from ..ir.core import Op, Value
@@ -46,19 +46,3 @@ def lower(op: Op, device: torch.device) -> Call:
             number = constant_value(left)
             return Call(op, lambda x, run=run, number=number: run(number, x), (right,), op.results)
     return Call(op, run, operands, op.results)
-
-
-def needs_expansion(op: Op) -> bool:
-    """Whether the op runs only through its expansion."""
-    return op.definition.evaluate is None and op.definition.expand is not None  # type: ignore[attr-defined]
-
-
-def expand_op(op: Op) -> None:
-    """Replaces an op by its expansion, in place; the new ops keep its location and phase."""
-    assert op.parent is not None
-    builder = StepBuilder(op.parent, op, op.loc, op.phase)
-    out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
-    values = [out] if isinstance(out, Value) else list(out)
-    for old, new in zip(op.results, values, strict=True):
-        old.replace_by(new)
-    op.erase()

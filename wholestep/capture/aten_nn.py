@@ -44,7 +44,7 @@ def matmul(b: StepBuilder, x: Value, y: Value) -> Value:
     return b.contract(x, y, spec=f"{left}mk,{right}kn->{lead}mn")
 
 
-@aten("mm", "bmm", "matmul", "mv", "dot", "vdot", "inner_matmul")
+@aten("mm", "bmm", "matmul", "mv", "dot", "vdot")
 def _matmul(imp, x, y):
     return matmul(imp.b, x, y)
 
@@ -128,8 +128,10 @@ def _tuple(value: Any, n: int) -> tuple[int, ...]:
 
 
 def conv(imp: Importer, x: Value, weight: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, groups: int,
-         transposed: bool = False, output_padding: Any = 0) -> Value:  # fmt: skip
+         transposed: bool = False, output_padding: Any = 0) -> Any:  # fmt: skip
     b, n = imp.b, weight.type.rank - 2
+    if x.type.element.kind != "float" or not _uniform(x, weight, bias):
+        return NotImplemented
     single = x.type.rank == n + 1
     if single:
         x = b.unsqueeze(x, 0)
@@ -205,7 +207,7 @@ def _register_pools() -> None:
         @aten(f"avg_pool{n}d")
         def avg_pool(imp, x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
             b, x = imp.b, _batched(imp, x, n)
-            if x is None:
+            if x is None or x.type.element.kind != "float":
                 return NotImplemented
             kernel, step = _window(x, n, kernel_size, list(stride) if not isinstance(stride, int) else stride)
             out = b.avg_pool(
@@ -217,7 +219,7 @@ def _register_pools() -> None:
         @aten(f"adaptive_avg_pool{n}d", f"_adaptive_avg_pool{n}d")
         def adaptive_avg_pool(imp, x, output_size):
             b, x = imp.b, _batched(imp, x, n)
-            if x is None:
+            if x is None or x.type.element.kind != "float":
                 return NotImplemented
             size = _tuple(output_size, n)
             if all(s == 1 for s in size):
@@ -236,9 +238,21 @@ _register_pools()
 # ---- normalisations --------------------------------------------------------------------------------------------------
 
 
-@aten("softmax.int", "_softmax", "_safe_softmax")
+@aten("softmax.int", "_softmax")
 def _softmax(imp, x, dim, dtype=None):
     return imp.b.softmax(imp.b.cast_to(x, imp.expected[0].element), dim=normalize_dim(dim, x.type.rank))
+
+
+@aten("_safe_softmax")
+def _safe_softmax(imp, x, dim, dtype=None):
+    return safe_softmax(imp.b, imp.b.cast_to(x, imp.expected[0].element), normalize_dim(dim, x.type.rank))
+
+
+def safe_softmax(b: StepBuilder, x: Value, dim: int) -> Value:
+    """A softmax that gives zeros, not NaN, where all of its input is minus infinity."""
+    dims = (dim,) if x.type.rank else ()
+    empty = b.eq(b.amax(x, dims=dims, keepdim=True), -math.inf)
+    return b.select(empty, 0.0, b.softmax(b.select(empty, 0.0, x), dim=dim))
 
 
 @aten("log_softmax.int", "_log_softmax")
@@ -262,7 +276,8 @@ def _layer_norm(imp, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudn
 def _native_layer_norm(imp, x, normalized_shape, weight, bias, eps):
     if not _uniform(x, weight, bias) or (weight is None and bias is not None):
         return NotImplemented
-    return list(imp.b.layer_norm(x, weight, bias, trailing=len(normalized_shape), eps=eps))
+    y, *statistics = imp.b.layer_norm(x, weight, bias, trailing=len(normalized_shape), eps=eps)
+    return [y, *(imp.b.detach(s) for s in statistics)]  # autograd lets no gradient through the statistics
 
 
 @aten("rms_norm")
@@ -287,6 +302,8 @@ def _group_norm(imp, x, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enab
 @aten("batch_norm")
 def _batch_norm(imp, x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
     """Gives the result and the new running statistics (None where they do not change)."""
+    if x.type.rank < 2:
+        raise ValueError("batch norm of a tensor without a channel dimension is not supported")
     y, _, _, *statistics = imp.b.batch_norm(
         x, weight, bias, running_mean, running_var, training=training, momentum=momentum, eps=eps
     )
@@ -297,16 +314,21 @@ def _batch_norm(imp, x, weight, bias, running_mean, running_var, training, momen
 
 @aten("instance_norm")
 def _instance_norm(imp, x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled=True):
-    if running_mean is not None or not use_input_stats:
-        raise ValueError("instance norm with running statistics is not supported; use track_running_stats=False")
+    # a batch norm of one sample with n * c channels; the running statistics are the mean over the samples
     b, (n, c, *rest) = imp.b, x.type.shape
     flat = b.reshape_to(x, (1, n * c, *rest))
-    y = b.batch_norm(flat, None, None, None, None, training=True, momentum=momentum, eps=eps)[0]
+    running = [
+        None if v is None else b.reshape_to(b.broadcast_to(v, (n, c)), (n * c,)) for v in (running_mean, running_var)
+    ]
+    y, _, _, *new = b.batch_norm(flat, None, None, *running, training=use_input_stats, momentum=momentum, eps=eps)
     y = b.reshape_to(y, x.type.shape)
+    statistics: list[Value | None] = [None, None]
+    if use_input_stats and running_mean is not None:
+        statistics = [b.mean(b.reshape_to(v, (n, c)), dims=(0,)) for v in new]
     spread = (c, *(1,) * len(rest))
     if weight is not None:
         y = b.mul(y, b.reshape_to(weight, spread))
-    return (y if bias is None else b.add(y, b.reshape_to(bias, spread))), [None, None]
+    return (y if bias is None else b.add(y, b.reshape_to(bias, spread))), statistics
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -404,11 +426,9 @@ def _attention_by_parts(imp: Importer, q, k, v, mask, dropout_p, is_causal, scal
         mask = b.le(column, row)
     if mask is not None:
         scores = b.select(mask, scores, -math.inf) if mask.type.element is BOOL else b.add(scores, mask)
-    weights = b.softmax(scores, dim=scores.type.rank - 1)
-    if mask is not None and mask.type.element is BOOL:
-        # a row without any allowed key gives zeros, not NaN
-        empty = b.eq(b.amax(scores, dims=(scores.type.rank - 1,), keepdim=True), -math.inf)
-        weights = b.select(empty, 0.0, weights)
+    last = scores.type.rank - 1
+    masked = mask is not None and mask.type.element is BOOL
+    weights = safe_softmax(b, scores, last) if masked else b.softmax(scores, dim=last)
     if dropout_p > 0:
         weights = dropout(imp, weights, dropout_p)
     return matmul(b, weights, v)

@@ -114,7 +114,7 @@ def scaled(imp: Importer, y: Any, alpha: Any) -> Any:
 @aten("add.Tensor", "add.Scalar")
 def _add(imp, x, y, alpha=1):
     if imp.expected[0].element is BOOL:
-        return binary(imp, "bit_or", x, y)
+        return binary(imp, "bit_or", x, y) if alpha else NotImplemented
     return binary(imp, "add", x, scaled(imp, y, alpha))
 
 
@@ -167,12 +167,12 @@ def _natural(y: Any) -> bool:
     return isinstance(y, int) and y >= 0
 
 
-@aten("maximum", "max.other", "fmax")
+@aten("maximum", "max.other")
 def _maximum(imp, x, y):
     return binary(imp, "maximum", x, y)
 
 
-@aten("minimum", "min.other", "fmin")
+@aten("minimum", "min.other")
 def _minimum(imp, x, y):
     return binary(imp, "minimum", x, y)
 
@@ -265,6 +265,68 @@ def _leaky_relu(imp, x, negative_slope=0.01):
     return imp.b.select(imp.b.gt(x, 0), x, imp.b.mul(x, negative_slope))
 
 
+@aten("elu")
+def _elu(imp, x, alpha=1.0, scale=1.0, input_scale=1.0):
+    b = imp.b
+    low = b.select(b.le(x, 0), x, 0.0)  # the exponential of what is not used must stay finite
+    negative = b.mul(b.expm1(low if input_scale == 1 else b.mul(low, input_scale)), alpha * scale)
+    return b.select(b.le(x, 0), negative, x if scale == 1 else b.mul(x, scale))
+
+
+@aten("selu")
+def _selu(imp, x):
+    return _elu(imp, x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+@aten("celu")
+def _celu(imp, x, alpha=1.0):
+    return _elu(imp, x, alpha, 1.0, 1 / alpha)
+
+
+@aten("softplus")
+def _softplus(imp, x, beta=1, threshold=20):
+    b = imp.b
+    scaled = x if beta == 1 else b.mul(x, beta)
+    straight = b.gt(scaled, threshold)
+    soft = b.log1p(b.exp(b.select(straight, 0.0, scaled)))
+    return b.select(straight, x, soft if beta == 1 else b.div(soft, beta))
+
+
+@aten("prelu")
+def _prelu(imp, x, weight):
+    b = imp.b
+    if weight.type.size > 1:
+        weight = b.reshape_to(weight, (weight.type.size, *(1,) * (x.type.rank - 2)))
+    return b.select(b.gt(x, 0), x, b.mul(x, b.reshape_to(weight, ()) if weight.type.size == 1 else weight))
+
+
+@aten("hardsigmoid")
+def _hardsigmoid(imp, x):
+    return imp.b.div(_hardtanh(imp, imp.b.add(x, 3.0), 0.0, 6.0), 6.0)
+
+
+@aten("hardswish")
+def _hardswish(imp, x):
+    return imp.b.div(imp.b.mul(x, _hardtanh(imp, imp.b.add(x, 3.0), 0.0, 6.0)), 6.0)
+
+
+@aten("glu")
+def _glu(imp, x, dim=-1):
+    b, dim = imp.b, normalize_dim(dim, x.type.rank)
+    half, size = x.type.shape[dim] // 2, x.type.shape[dim]
+    return b.mul(b.slice(x, dim=dim, start=0, end=half), b.sigmoid(b.slice(x, dim=dim, start=half, end=size)))
+
+
+@aten("isinf")
+def _isinf(imp, x):
+    return imp.b.eq(imp.b.abs(x), float("inf")) if x.type.element.kind == "float" else NotImplemented
+
+
+@aten("isfinite")
+def _isfinite(imp, x):
+    return imp.b.lt(imp.b.abs(x), float("inf")) if x.type.element.kind == "float" else NotImplemented
+
+
 @aten("threshold_backward")
 def _threshold_backward(imp, dy, x, threshold):
     return imp.b.select(imp.b.le(x, threshold), 0.0, dy)
@@ -302,6 +364,28 @@ def _l1_loss(imp, x, y, reduction=1):
     b = imp.b
     difference = b.sub(operand(b, x, imp.expected[0].element), operand(b, y, imp.expected[0].element))
     return reduce_loss(b, b.abs(difference), reduction)
+
+
+def distance(imp: Importer, x: Value, y: Value) -> Value:
+    """|x - y| in the type of the result."""
+    element = imp.expected[0].element
+    return imp.b.abs(imp.b.sub(operand(imp.b, x, element), operand(imp.b, y, element)))
+
+
+@aten("huber_loss")
+def _huber_loss(imp, x, y, reduction=1, delta=1.0):
+    b, apart = imp.b, distance(imp, x, y)
+    far = b.mul(b.sub(apart, 0.5 * delta), delta)
+    return reduce_loss(b, b.select(b.le(apart, delta), b.mul(b.mul(apart, apart), 0.5), far), reduction)
+
+
+@aten("smooth_l1_loss")
+def _smooth_l1_loss(imp, x, y, reduction=1, beta=1.0):
+    b, apart = imp.b, distance(imp, x, y)
+    if beta == 0:
+        return reduce_loss(b, apart, reduction)
+    near = b.div(b.mul(b.mul(apart, 0.5), apart), beta)
+    return reduce_loss(b, b.select(b.lt(apart, beta), near, b.sub(apart, 0.5 * beta)), reduction)
 
 
 def reduce_loss(b: StepBuilder, x: Value, reduction: int) -> Value:
@@ -357,7 +441,7 @@ def _extremum_along(imp: Importer, x: Value, dim: int, keepdim: bool, arg: str) 
     if x.type.rank == 0:
         return NotImplemented
     b, dim = imp.b, normalize_dim(dim, x.type.rank)
-    index = getattr(b, arg)(x, dim=dim, keepdim=True)
+    index = getattr(b, arg)(b.cast_to(x, I64) if x.type.element is BOOL else x, dim=dim, keepdim=True)
     value = b.gather(x, index, dim=dim)
     return [b.reshape_to(value, imp.expected[0].shape), b.reshape_to(index, imp.expected[1].shape)]
 
@@ -419,6 +503,13 @@ def _var_dim(imp, x, dim=None, unbiased=True, keepdim=False):
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     return _var(imp, x, dim, int(unbiased), keepdim)
+
+
+@aten("var_mean.dim", "var_mean")
+def _var_mean_dim(imp, x, dim=None, unbiased=True, keepdim=False):
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    return _var_mean(imp, x, dim, int(unbiased), keepdim)
 
 
 @aten("var_mean.correction")
@@ -576,10 +667,27 @@ def _normal(imp, x, mean=0.0, std=1.0, **_):
     return imp.b.add(imp.b.mul(imp.random("normal", x.type), std), mean)
 
 
+@aten("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "normal.float_float")
+def _normal_of(imp, mean=0.0, std=1.0, *_, **__):
+    b, type = imp.b, imp.expected[0]
+    # autograd lets no gradient through the parameters of the distribution
+    mean, std = (b.detach(b.cast_to(v, type.element)) if isinstance(v, Value) else v for v in (mean, std))
+    return b.add(b.mul(imp.random("normal", type), std), mean)
+
+
 @aten("randint", "randint.low")
 def _randint(imp, *args, **_):
+    return integers(imp, *((0, args[0]) if isinstance(args[1], list | tuple) else args[:2]))
+
+
+@aten("randint_like", "randint_like.low_dtype")
+def _randint_like(imp, x, *bounds, **_):
+    return integers(imp, *((0, *bounds) if len(bounds) == 1 else bounds))
+
+
+def integers(imp: Importer, low: int, high: int) -> Value:
+    """Whole numbers from low up to high, evenly."""
     b, type = imp.b, imp.expected[0]
-    low, high = (0, args[0]) if isinstance(args[1], list | tuple) else args[:2]
     uniform = imp.random("uniform", TensorType(type.shape, ScalarType("f64")))
     return b.cast(b.add(b.floor(b.mul(uniform, float(high - low))), float(low)), dtype=type.element)
 
@@ -612,6 +720,39 @@ def _native_dropout(imp, x, p, train):
         return [x, imp.b.full(True, x.type.shape, BOOL)]
     keep = imp.b.ge(imp.random("uniform", x.type), p)
     return [imp.b.mul(imp.b.mul(x, imp.b.cast(keep, dtype=x.type.element)), 1 / (1 - p)), keep]
+
+
+@aten("alpha_dropout")
+def _alpha_dropout(imp, x, p, train):
+    return x if not train or p == 0 else alpha_dropout(imp, x, p, x.type)
+
+
+@aten("feature_alpha_dropout")
+def _feature_alpha_dropout(imp, x, p, train):
+    if not train or p == 0:
+        return x
+    return alpha_dropout(imp, x, p, x.type.with_shape((*x.type.shape[:2], *(1,) * (x.type.rank - 2))))
+
+
+def alpha_dropout(imp: Importer, x: Value, p: float, mask_type: TensorType) -> Value:
+    """Dropout that keeps mean and variance of what selu gives: what is dropped becomes its lower limit."""
+    b = imp.b
+    if p == 1:
+        return b.mul(x, 0.0)
+    lowest = 1.7580993408473766
+    scale = 1 / ((lowest * lowest * p + 1) * (1 - p)) ** 0.5
+    keep = b.cast(b.ge(imp.random("uniform", mask_type), p), dtype=x.type.element)
+    shift = b.add(b.mul(b.sub(keep, 1.0), lowest * scale), lowest * scale * p)
+    return b.add(b.mul(x, b.mul(keep, scale)), shift)
+
+
+@aten("rrelu")
+def _rrelu(imp, x, lower=1 / 8, upper=1 / 3, training=False, **_):
+    if not training:
+        return _leaky_relu(imp, x, (lower + upper) / 2)
+    b = imp.b
+    slope = b.add(b.mul(imp.random("uniform", x.type), float(upper - lower)), float(lower))
+    return b.select(b.le(x, 0), b.mul(x, slope), x)
 
 
 @aten("log_sigmoid")

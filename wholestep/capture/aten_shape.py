@@ -13,30 +13,40 @@ from .importer import Importer, aten
 
 @aten(
     "view", "_unsafe_view", "reshape", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "squeeze",
-    "squeeze.dim", "squeeze.dims", "unsqueeze", "_reshape_alias", "ravel",
+    "squeeze.dim", "squeeze.dims", "unsqueeze", "_reshape_alias", "ravel", complex_too=True,
 )  # fmt: skip
 def _reshape(imp, x, *_, **__):
     return imp.b.reshape_to(x, imp.expected[0].shape)
 
 
-@aten("expand", "expand_as", "broadcast_to")
+@aten("expand", "expand_as", "broadcast_to", complex_too=True)
 def _expand(imp, x, *_, **__):
     return imp.b.broadcast_to(x, imp.expected[0].shape)
 
 
-@aten("transpose.int", "swapaxes", "swapdims")
+@aten("transpose.int", "swapaxes", "swapdims", complex_too=True)
 def _transpose(imp, x, i, j):
     if x.type.rank == 0:
         return x
     return imp.b.swap(x, normalize_dim(i, x.type.rank), normalize_dim(j, x.type.rank))
 
 
-@aten("t", "numpy_T", "mT", "adjoint")
+@aten("t", complex_too=True)
 def _t(imp, x):
-    return x if x.type.rank < 2 else imp.b.swap(x) if x.type.rank == 2 else NotImplemented
+    return x if x.type.rank < 2 else imp.b.swap(x)
 
 
-@aten("permute")
+@aten("mT", "adjoint", "mH", "matrix_H")
+def _matrix_transpose(imp, x):
+    return imp.b.swap(x) if x.type.rank >= 2 else x
+
+
+@aten("numpy_T", complex_too=True)
+def _numpy_t(imp, x):
+    return imp.b.transpose(x, order=tuple(reversed(range(x.type.rank)))) if x.type.rank > 1 else x
+
+
+@aten("permute", complex_too=True)
 def _permute(imp, x, dims):
     return imp.b.transpose(x, order=tuple(normalize_dim(d, x.type.rank) for d in dims)) if x.type.rank else x
 
@@ -89,21 +99,21 @@ def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
     return start, min(max(end, start), size)
 
 
-@aten("slice.Tensor")
+@aten("slice.Tensor", complex_too=True)
 def _slice(imp, x, dim=0, start=None, end=None, step=1):
     dim = normalize_dim(dim, x.type.rank)
     start, end = _bounds(x.type.shape[dim], start, end)
     return cut(imp.b, x, dim, start, end, step)
 
 
-@aten("narrow")
+@aten("narrow", complex_too=True)
 def _narrow(imp, x, dim, start, length):
     dim = normalize_dim(dim, x.type.rank)
     start = start + x.type.shape[dim] if start < 0 else start
     return cut(imp.b, x, dim, start, start + length)
 
 
-@aten("select.int")
+@aten("select.int", complex_too=True)
 def _select(imp, x, dim, index):
     dim = normalize_dim(dim, x.type.rank)
     index = index + x.type.shape[dim] if index < 0 else index
@@ -140,6 +150,11 @@ def _cat(imp, xs, dim=0):
     if not xs:
         return NotImplemented
     return imp.b.concat(xs, dim=normalize_dim(dim, len(shape))) if len(xs) > 1 else xs[0]
+
+
+@aten("atleast_1d", "atleast_2d", "atleast_3d", complex_too=True)
+def _atleast(imp, x):
+    return imp.b.reshape_to(x, imp.expected[0].shape)
 
 
 @aten("stack")
@@ -240,16 +255,20 @@ def _embedding(imp, weight, indices, padding_idx=-1, scale_grad_by_freq=False, s
 
 @aten("gather")
 def _gather(imp, x, dim, index, sparse_grad=False):
-    if x.type.rank == 0 or index.type.rank == 0 or sparse_grad:
+    if x.type.rank == 0 or index.type.rank != x.type.rank or sparse_grad:
         return NotImplemented
     return imp.b.gather(x, index, dim=normalize_dim(dim, x.type.rank))
 
 
 @aten("take_along_dim")
 def _take_along_dim(imp, x, index, dim=None):
-    if dim is None or x.type.shape[:dim] + x.type.shape[dim + 1 :] != index.type.shape[:dim] + index.type.shape[dim + 1 :]:
+    if dim is None or x.type.rank == 0 or index.type.rank != x.type.rank:
         return NotImplemented
-    return imp.b.gather(x, index, dim=normalize_dim(dim, x.type.rank))
+    b, dim = imp.b, normalize_dim(dim, x.type.rank)
+    if any(i != dim and d != e for i, (d, e) in enumerate(zip(x.type.shape, index.type.shape, strict=True))):
+        return NotImplemented
+    index = b.cast_to(index, I64)
+    return b.gather(x, b.select(b.lt(index, 0), b.add(index, x.type.shape[dim]), index), dim=dim)
 
 
 @aten("index_select")
@@ -279,8 +298,8 @@ def _index(imp, x, indices):
 @aten("index_put", "_unsafe_index_put")
 def _index_put(imp, x, indices, values, accumulate=False):
     b = imp.b
-    if len(indices) == 1 and indices[0] is not None and indices[0].type.element is BOOL and values.type.rank == 0:
-        mask = indices[0]
+    if len(indices) == 1 and indices[0] is not None and indices[0].type.element is BOOL and values.type.size == 1:
+        mask, values = indices[0], b.reshape_to(values, ())
         if accumulate:
             return NotImplemented
         mask = b.reshape_to(mask, (*mask.type.shape, *(1,) * (x.type.rank - mask.type.rank)))
@@ -294,21 +313,21 @@ def _index_put(imp, x, indices, values, accumulate=False):
 
 @aten("scatter_add")
 def _scatter_add(imp, x, dim, index, src):
-    if x.type.rank == 0 or index.type.rank == 0 or src.type.rank == 0:
+    if x.type.rank == 0 or index.type.rank != x.type.rank or src.type.rank != x.type.rank:
         return NotImplemented
     return imp.b.scatter_add(x, index, src, dim=normalize_dim(dim, x.type.rank))
 
 
 @aten("scatter.src")
 def _scatter(imp, x, dim, index, src):
-    if x.type.rank == 0 or index.type.rank == 0 or src.type.shape != index.type.shape:
+    if x.type.rank == 0 or index.type.rank != x.type.rank or src.type.shape != index.type.shape:
         return NotImplemented
     return imp.b.scatter(x, index, src, dim=normalize_dim(dim, x.type.rank))
 
 
 @aten("scatter.value")
 def _scatter_value(imp, x, dim, index, value):
-    if x.type.rank == 0 or index.type.rank == 0:
+    if x.type.rank == 0 or index.type.rank != x.type.rank:
         return NotImplemented
     src = imp.b.full(value, index.type.shape, x.type.element)
     return imp.b.scatter(x, index, src, dim=normalize_dim(dim, x.type.rank))
@@ -320,6 +339,19 @@ def _index_add(imp, x, dim, index, source, alpha=1):
         return NotImplemented
     source = source if alpha == 1 else imp.b.mul(source, alpha)
     return imp.b.index_add(x, index, source, dim=normalize_dim(dim, x.type.rank))
+
+
+@aten("index_fill.int_Scalar", "index_fill.int_Tensor")
+def _index_fill(imp, x, dim, index, value):
+    if x.type.rank == 0 or index.type.rank != 1:
+        return NotImplemented
+    b, dim = imp.b, normalize_dim(dim, x.type.rank)
+    size = x.type.shape[dim]
+    chosen = b.index_put(
+        b.full(False, (size,), BOOL), [b.cast_to(index, I64)], b.full(True, (), BOOL), dims=(0,), accumulate=False
+    )
+    mask = b.reshape_to(chosen, tuple(size if i == dim else 1 for i in range(x.type.rank)))
+    return b.select(mask, b.reshape_to(operand(b, value, x.type.element), ()), x)
 
 
 @aten("one_hot")

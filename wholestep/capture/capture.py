@@ -84,7 +84,7 @@ def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
             if isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
                 name = exported.batch_names[batch_index]
                 node_type = tensor_type(_placeholder(program, spec.arg.name))
-                inputs.append(argument("batch", f"batch {name}", ("batch", batch_index), node_type))
+                inputs.append(argument("batch", name, ("batch", batch_index), node_type))
                 batch_index += 1
             else:
                 inputs.append(getattr(spec.arg, "value", None))
@@ -164,7 +164,7 @@ def check_loss(loss: Value) -> None:
             f"the loss has shape {list(loss.type.shape)}; it must be a single number: take .mean() or .sum() of it"
         )
     if loss.type.element.kind != "float":
-        raise InputError(f"the loss is {loss.type}, an integer; a loss must be floating point to have a gradient")
+        raise InputError(f"the loss is {loss.type}; a loss must be a real floating-point number to have a gradient")
 
 
 def mark_loss_phase(captured: Captured) -> None:

@@ -8,6 +8,7 @@ checkpoints are such functions too, and are ordinary code to a compiler that dec
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -171,7 +172,7 @@ def traced_functions() -> Iterator[list[AppliedFunction]]:
     def patched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(cls, *args, **kwargs)
-        return apply(cls, original.__get__(None, cls), kept, *args, **kwargs)
+        return apply(cls, functools.partial(original, cls), kept, *args, **kwargs)
 
     base.apply = classmethod(patched)  # type: ignore[assignment]
     try:

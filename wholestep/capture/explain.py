@@ -129,6 +129,16 @@ def current_line() -> Place | None:
     return None
 
 
+def in_torch_check() -> bool:
+    """Whether torch._check or one of its kin is running: what it reads is only asserted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_name.startswith("_check") and frame.f_code.co_filename.startswith(_TORCH):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def place_of(frame: FrameType) -> Place:
     code, line = frame.f_code, frame.f_lineno
     return Place(code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip())

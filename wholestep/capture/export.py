@@ -77,37 +77,45 @@ class Wrapper(nn.Module):
         return flat
 
 
+#: names of a first parameter that is the model, however many parameters follow
+MODEL_NAMES = ("model", "module", "net", "network")
+
+
 def calling_convention(model: nn.Module, loss_fn: Any, batch: Any) -> Callable[[Any], Any]:
     """How a batch goes through model and loss.
 
-    No loss_fn: the model returns the loss, alone or as `.loss`. A loss module, or a function with at most as many
-    required parameters as the batch has parts: `loss_fn(model(*inputs), *targets)`, targets being the last parts.
-    Otherwise `loss_fn(model, *batch)`. Batches that are mappings are passed by keyword.
+    No loss_fn: the model returns the loss, alone or as `.loss`. A function whose first parameter is called `model` or
+    that needs one argument more than the batch has parts: `loss_fn(model, *batch)`. Otherwise, and for loss modules,
+    `loss_fn(model(*inputs), *targets)`, targets being the last parts. Batches that are mappings go by keyword:
+    `loss_fn(model, **batch)` or `loss_fn(model, batch)`.
     """
-    if isinstance(batch, Mapping):
-        if loss_fn is None:
+    if loss_fn is None:
+        if isinstance(batch, Mapping):
             return lambda b: _only_loss(model(**b))
-        required, names, open_ended = _parameters(loss_fn)
-        if len(required) == 2 and not open_ended and required[1] not in batch:
+        return lambda b: _only_loss(model(*b))
+    required, names, more_positional, more_named = _parameters(loss_fn)
+    takes_model = bool(names) and names[0] in MODEL_NAMES
+    if isinstance(batch, Mapping):
+        first = names[0] if names else "model"
+        if isinstance(loss_fn, nn.Module) and not takes_model:
+            raise InputError(
+                f"the batch is a mapping with the keys {list(batch)}, so what is the target of {type(loss_fn).__name__} "
+                "is not known; write a function loss_fn(model, batch) that calls both"
+            )
+        if len(required) == 2 and not more_named and required[1] not in batch:
             return lambda b: loss_fn(model, b)
-        if open_ended or all(n in batch for n in required[1:]):
+        if all(n in batch for n in required[1:]) and (more_named or all(k in names for k in batch)):
             return lambda b: loss_fn(model, **b)
         raise InputError(
-            f"loss_fn takes {names} but the batch has the keys {list(batch)}; write loss_fn(model, batch) or "
-            "loss_fn(model, **batch)"
+            f"loss_fn takes ({', '.join(names)}) but the batch has the keys {list(batch)}; write "
+            f"loss_fn({first}, batch) or loss_fn({first}, **batch)"
         )
-    if loss_fn is None:
-        return lambda b: _only_loss(model(*b))
-    required, names, open_ended = _parameters(loss_fn)
     count = len(batch)
-    if isinstance(loss_fn, nn.Module):
-        targets = max(0, len(required) - 1)
-        return lambda b: loss_fn(model(*b[: count - targets]), *b[count - targets :])
-    if open_ended or len(required) == count + 1:
-        return lambda b: loss_fn(model, *b)
-    if 1 <= len(required) <= count:
+    if not takes_model and 1 <= len(required) <= count and (isinstance(loss_fn, nn.Module) or not more_positional):
         targets = len(required) - 1
         return lambda b: loss_fn(model(*b[: count - targets]), *b[count - targets :])
+    if len(required) <= count + 1 and (more_positional or len(names) >= count + 1):
+        return lambda b: loss_fn(model, *b)
     raise InputError(
         f"loss_fn takes {len(required)} arguments ({', '.join(names)}) and the batch has {count} parts; expected "
         f"loss_fn(model, *batch) with {count + 1} arguments or loss_fn(output, target) with at most {count}"
@@ -119,17 +127,17 @@ def _only_loss(result: Any) -> Any:
     return find_loss(result)[0]
 
 
-def _parameters(loss_fn: Any) -> tuple[list[str], list[str], bool]:
-    """Names of required and of all positional parameters, and whether more are accepted."""
+def _parameters(loss_fn: Any) -> tuple[list[str], list[str], bool, bool]:
+    """Names of required and of all positional parameters; whether more are accepted, by position and by name."""
     target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
-        signature = inspect.signature(target)
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
-        return ["output", "target"], ["output", "target"], False
-    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    open_ended = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+        return ["output", "target"], ["output", "target"], False, False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p.name for p in positional if p.default is p.empty]
-    return required, [p.name for p in positional], open_ended
+    more_positional = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return required, [p.name for p in positional], more_positional, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
@@ -223,6 +231,7 @@ def same_program(one: Any, other: Any) -> bool:
 def warn_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: Any) -> None:
     """Tensors that forward keeps in plain attributes: refused where the program reads them, else said in a warning."""
     used = {t.data_ptr() for t in program.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
+    lost = []
     for where, (before, now) in changes.items():
         if not isinstance(now, torch.Tensor):
             continue
@@ -233,7 +242,8 @@ def warn_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: 
                 f"register it with self.register_buffer({where[1]!r}, ...), so that the step carries it along",
                 None,
             )
+        lost.append(name)
+    if lost:
         warnings.warn(
-            f"forward keeps a tensor in {name}; a compiled step does not (register it as a buffer if it must last)",
-            stacklevel=2,
+            f"forward keeps tensors in {', '.join(lost)}; a compiled step does not (a buffer would last)", stacklevel=2
         )

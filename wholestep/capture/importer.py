@@ -20,17 +20,19 @@ from ..errors import CaptureError
 from ..ir.core import UNKNOWN, Location, Value
 from ..ir.types import TensorType
 from ..torch_private import static_number
-from .references import Ref, fresh, view
+from .references import HIDDEN_CHANGE, Ref, fresh, has_history, view
 
 Handler = Callable[..., Any]
 HANDLERS: dict[str, Handler] = {}
+#: handlers that only move elements, and so take complex tensors as well
+COMPLEX_TOO: set[str] = set()
 
 
-def aten(*names: str) -> Callable[[Handler], Handler]:
+def aten(*names: str, complex_too: bool = False) -> Callable[[Handler], Handler]:
     """Registers a handler for ATen overloads: `handler(imp, *args, **kwargs)`, tensors as values.
 
     `imp.b` is the builder and `imp.expected` the types the call must give. A handler returns a value, a sequence of
-    them, or NotImplemented to leave the call to `step.opaque`.
+    them, or NotImplemented to leave the call to `step.opaque`. Complex tensors reach it only with `complex_too`.
     """
 
     def register(handler: Handler) -> Handler:
@@ -40,6 +42,8 @@ def aten(*names: str) -> Callable[[Handler], Handler]:
             if name in HANDLERS:
                 raise ValueError(f"two handlers for aten.{name}")
             HANDLERS[name] = handler
+            if complex_too:
+                COMPLEX_TOO.add(name)
         return handler
 
     return register
@@ -54,11 +58,16 @@ IGNORED = {
     "sym_constrain_range_for_size",
     "_set_grad_enabled",
     "_autograd_enabled",
+    "_linalg_check_errors",
 }
 #: calls that give back their input itself when there is nothing to do
-MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "view_as"}
+MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "ravel"}
+#: calls that give back their input itself when nothing is dropped, though their schema does not say so
+MAYBE_INPUT = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d"}
 #: calls that update running statistics among their arguments, whatever their schema says
 WITH_STATISTICS = {"batch_norm", "instance_norm"}
+#: the same, for backends alone: their functional forms are those above
+HIDDEN_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 RANDOM_IN_PLACE = {"uniform_", "normal_", "bernoulli_", "exponential_"}
 
 
@@ -70,6 +79,7 @@ class Importer:
         self.random_key = random_key
         self.strip = strip
         self.streams = 0
+        self.no_grad = False
         self.expected: list[TensorType] = []
         self.env: dict[fx.Node, Any] = {}
         self.opaque_targets: dict[str, int] = {}
@@ -154,8 +164,10 @@ class Importer:
             return None
         if packet.startswith("sym_"):
             return concrete(node.meta["val"])
-        self.expected = expected_types(node, packet)
         try:
+            self.expected = expected_types(node, packet)
+            if packet in HIDDEN_STATISTICS and args[5] and args[3] is not None:
+                raise ValueError("it changes its running statistics unseen; call torch.nn.functional.batch_norm")
             if packet in WITH_STATISTICS:
                 return self.functional_with_statistics(node, target, args, kwargs)
             if target._schema.is_mutable:
@@ -169,12 +181,25 @@ class Importer:
         named = {k: self.read(v) for k, v in kwargs.items()}
         base = args[0] if args and isinstance(args[0], Ref) else None
         source = values[0] if base is not None else None
+        if packet.startswith("as_strided"):
+            check_dense(node)
         out = self.emit(node, target, values, named)
-        aliasing = base is not None and (aliases_input(target) or (packet in MAYBE_ALIAS and same_storage(node)))
+        if packet in MAYBE_ALIAS:
+            aliasing = base is not None and same_storage(node)
+        else:
+            aliasing = base is not None and (aliases_input(target) or (packet in MAYBE_INPUT and out is source))
+        if self.no_grad:
+            out = self.detached(out)
         if not aliasing:
             return wrap(out)
         assert base is not None and source is not None
         return self.as_views(base, source, out, target)
+
+    def detached(self, out: Any) -> Any:
+        """Results without their history, as they are where gradients are switched off."""
+        if isinstance(out, Value):
+            return self.b.detach(out) if out.type.element.kind in ("float", "complex") else out
+        return [self.detached(part) for part in out] if isinstance(out, list | tuple) else out
 
     def as_views(self, base: Ref, source: Value, out: Any, target: Any) -> Any:
         if isinstance(out, Value):
@@ -186,7 +211,7 @@ class Importer:
         """The values of a call: by its handler, or as an opaque op."""
         key = str(target).removeprefix("aten.") if target.namespace == "aten" else ""
         handler = HANDLERS.get(key)
-        if handler is not None and not any_complex(args, self.expected):
+        if handler is not None and (key in COMPLEX_TOO or not any_complex(args, self.expected)):
             out = handler(self, *args, **kwargs)
             if out is not NotImplemented:
                 check_types(target, out, self.expected)
@@ -232,15 +257,42 @@ class Importer:
             if packet == "detach_":
                 base.write(self.b, self.b.detach(base.read(self.b)))
             return base
-        if not isinstance(base, Ref) or not packet.endswith("_"):
+        if isinstance(kwargs.get("out"), Ref):
+            return self.into_out(node, target, args, kwargs)
+        if not isinstance(base, Ref) or not packet.endswith("_") or packet.startswith("resize_"):
             raise ValueError("this operator changes one of its arguments; use its functional form")
         old = base.read(self.b)
         values = self.read(args)
         named = {k: self.read(v) for k, v in kwargs.items()}
+        if torch.Tag.inplace_view in target.tags:
+            overload, values, named = functional_twin(target, values, named)
+            found = view(base, old, self.emit(node, overload, values, named))
+            if found is None:
+                raise ValueError(f"{packet} has no functional form; write it without the underscore")
+            base.views, base.value, base.version = found.views, found.value, found.version
+            return base
         self.expected = [old.type]
         new = self.twin(node, packet, target, old, values, named)
         new = self.b.broadcast_to(self.b.cast_to(new, old.type.element), old.type.shape)
+        if self.no_grad:
+            new = self.detached(new)
+            if has_history(old):
+                raise ValueError(HIDDEN_CHANGE)
         base.write(self.b, new)
+        return base
+
+    def into_out(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """A call with `out=`: its functional form, then a write."""
+        named = {k: self.read(v) for k, v in kwargs.items() if k != "out"}
+        base, values = kwargs["out"], self.read(args)
+        overload = functional_of_out(target)
+        self.expected = twin_types(overload, values, named)
+        new, old = self.emit(node, overload, values, named), base.read(self.b)
+        if new.type.shape != old.type.shape:
+            raise ValueError("the tensor given as out= has another shape; leave out= away")
+        if self.no_grad and has_history(old):
+            raise ValueError(HIDDEN_CHANGE)
+        base.write(self.b, self.b.cast_to(self.detached(new) if self.no_grad else new, old.type.element))
         return base
 
     def twin(self, node: fx.Node, packet: str, target: Any, old: Value, values: Any, named: Any) -> Value:
@@ -255,11 +307,7 @@ class Importer:
             return filler if isinstance(filler, Value) else b.full(filler, old.type.shape, old.type.element)
         if packet in RANDOM_IN_PLACE:
             return self.random_in_place(packet, old, values[1:], named)
-        name = packet[:-1]
-        packet_object = getattr(getattr(torch.ops, target.namespace), name, None)
-        overload = getattr(packet_object, target._overloadname or "default", None) if packet_object else None
-        if overload is None:
-            raise ValueError(f"{packet} has no functional form; write it without the underscore")
+        overload, values, named = functional_twin(target, values, named)
         # the functional twin may promote; what is written back is cast to the tensor's own type
         self.expected = twin_types(overload, values, named) or [old.type]
         return self.emit(node, overload, values, named)
@@ -294,17 +342,17 @@ class Importer:
             if isinstance(ref, Ref) and value is not None:
                 ref.write(self.b, value)
         check_types(target, out, self.expected)
-        return wrap(out)
+        return wrap(self.detached(out) if self.no_grad else out)
 
     def higher_order(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Regions of the user's code: no_grad and autocast wrappers are imported in place."""
         name = target.name()
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *inner = args
+            outer, self.no_grad = self.no_grad, not enabled
             out = self.run(body, inner)
-            if enabled:
-                return out
-            return [fresh(self.b.detach(r.read(self.b))) if isinstance(r, Ref) else r for r in out]
+            self.no_grad = outer
+            return out
         if name == "wrap_with_autocast":
             device, dtype, enabled, cache, body, *inner = args
             if enabled:
@@ -326,7 +374,8 @@ class Importer:
         """Arithmetic on sizes: done now, since sizes are static."""
         if "val" in node.meta and isinstance(node.meta["val"], torch.SymInt | torch.SymBool | torch.SymFloat):
             return concrete(node.meta["val"])
-        if target in (torch._C._set_grad_enabled, torch._C._functorch):  # a marker without a result
+        if target is torch._C._set_grad_enabled:  # a marker without a result
+            self.no_grad = not args[0]
             return None
         name = getattr(target, "__name__", str(target))
         if all(isinstance(a, bool | int | float) for a in args):
@@ -484,7 +533,7 @@ def same_storage(node: fx.Node) -> bool:
         return False
     if source.dtype != result.dtype or source.device != result.device:
         return False
-    if any(k in node.kwargs and node.kwargs[k] for k in ("copy",)):
+    if given_arguments(node).get("copy"):
         return False
     probe = torch.empty_strided(
         [concrete(d) for d in source.shape], [concrete(d) for d in source.stride()], dtype=source.dtype, device="meta"
@@ -496,6 +545,49 @@ def same_storage(node: fx.Node) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def given_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator's call by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def check_dense(node: fx.Node) -> None:
+    """as_strided counts in memory: it means the same in a program of values only where its input is dense in memory."""
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(source, torch.Tensor) or not source.is_contiguous() or concrete(source.storage_offset()):
+        raise ValueError("as_strided of a tensor that is itself a view of memory; write it with slices and transposes")
+
+
+def functional_twin(target: Any, values: Any, named: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The functional form of an in-place operator, and its arguments in the order it takes them."""
+    own = {a.name: str(a.type) for a in target._schema.arguments}
+    name = target._schema.name.split("::")[1][:-1]
+    packet = getattr(getattr(torch.ops, target.namespace), name, None)
+    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    overloads = [o for o in overloads if not o._schema.is_mutable]
+    overloads.sort(key=lambda o: o._overloadname != target._overloadname)  # the same name first
+    for found in overloads:
+        if [str(a.type) for a in found._schema.arguments] == list(own.values()):
+            return found, values, named
+    for found in overloads:  # polygamma takes its arguments in another order
+        arguments = found._schema.arguments
+        if {a.name: str(a.type) for a in arguments} == own and not any(a.kwarg_only for a in arguments):
+            given = dict(zip(own, values, strict=False)) | named
+            return found, [given.get(a.name, a.default_value) for a in arguments], {}
+    raise ValueError(f"{name}_ has no functional form; write it without the underscore")
+
+
+def functional_of_out(target: Any) -> Any:
+    """The overload of an operator that returns what this one writes to `out=`."""
+    own = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == own:
+            return found
+    raise ValueError("this operator has no form without out=")
 
 
 def twin_types(overload: Any, values: Any, named: Any) -> list[TensorType]:

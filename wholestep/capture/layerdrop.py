@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..torch_private import static_number
-from .explain import current_line, refuse
+from .explain import current_line, in_torch_check, refuse
 
 _BELOW = {torch.lt, torch.Tensor.lt, torch.Tensor.__lt__, torch.le, torch.Tensor.le, torch.Tensor.__le__}
 _ABOVE = {torch.gt, torch.Tensor.gt, torch.Tensor.__gt__, torch.ge, torch.Tensor.ge, torch.Tensor.__ge__}
@@ -54,7 +54,7 @@ class RandomBranches(TorchFunctionMode):
                 self._decided.append((out, decided))
         elif func in _DRAWS and isinstance(out, torch.Tensor) and out.numel() == 1:
             self._draws.append(out)
-        elif func in _READS and _symbolic(out):
+        elif func in _READS and _symbolic(out) and not in_torch_check():
             raise refuse(
                 f"a number is read out of a tensor (.{func.__name__}()), and its value is known only while a step runs",
                 "keep it a tensor: tensors of one element multiply, compare and index like numbers",

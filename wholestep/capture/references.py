@@ -12,6 +12,12 @@ from ..dialects.step import StepBuilder
 from ..ir.core import Op, Value
 
 VIEW_OPS = {"step.reshape", "step.transpose", "step.slice", "step.detach", "step.broadcast"}
+#: views that only ATen makes, with the operator that writes through them
+SCATTERS = {"aten.diagonal.default": "aten.diagonal_scatter.default", "aten.as_strided.default": "aten.as_strided_scatter.default"}
+HIDDEN_CHANGE = (
+    "a tensor with a gradient is changed in place where gradients are switched off (no_grad or detach), "
+    "so its values and its gradient would no longer belong together; change a copy: x = x.detach().clone()"
+)
 
 
 @dataclass(slots=True)
@@ -54,6 +60,8 @@ class Ref:
         for op in self.views:
             chain.append(replay(b, op, chain[-1]))
         for op, base in zip(reversed(self.views), reversed(chain[:-1]), strict=True):
+            if op.name == "step.detach" and has_history(base):
+                raise ValueError(HIDDEN_CHANGE)
             new = undo(b, op, base, new)
         self.box.value = new
         self.box.version += 1
@@ -70,15 +78,35 @@ def view(base: Ref, source: Value, result: Value) -> Ref | None:
     value = result
     while value is not source:
         op = value.op
-        if op is None or op.name not in VIEW_OPS:
+        if op is None or (op.name not in VIEW_OPS and op.attributes.get("target") not in SCATTERS):
             return None
         chain.append(op)
         value = op.operands[0]
     return Ref(base.box, base.views + tuple(reversed(chain)), result, base.box.version)
 
 
+def has_history(value: Value) -> bool:
+    """Whether a gradient could flow through a value: some op that is differentiable computed it from an argument."""
+    seen: set[Value] = set()
+    work = [value]
+    while work:
+        op = work.pop().op
+        if op is None or not op.definition.differentiable:  # type: ignore[attr-defined]
+            continue
+        for operand in op.operands:
+            if operand.op is None and operand.type.element.kind in ("float", "complex"):
+                return True
+            if operand not in seen:
+                seen.add(operand)
+                work.append(operand)
+    return False
+
+
 def replay(b: StepBuilder, op: Op, x: Value) -> Value:
     """The same view op on another value."""
+    if op.name == "step.opaque":
+        types = [r.type for r in op.results]
+        return b.opaque([x], target=op.target, arguments=op.arguments, keywords=op.keywords, result_types=types)
     attributes = {k: op.attributes[k] for k in op.definition.attribute_fields if k in op.attributes}
     return op.definition.build(b, x, **attributes).result
 
@@ -96,4 +124,9 @@ def undo(b: StepBuilder, op: Op, base: Value, new: Value) -> Value:
         if base.type.shape == new.type.shape:
             return new
         return b.slice_update(base, new, dim=op.dim, start=op.start, end=op.end, stride=op.stride)
+    if op.name == "step.opaque":
+        arguments = [op.arguments[0], {"tensor": 1}, *op.arguments[1:]]
+        return b.opaque(
+            [base, new], target=SCATTERS[op.target], arguments=arguments, keywords=op.keywords, result_types=[base.type]
+        )
     raise ValueError("in-place change of an expanded tensor: several elements share one place")

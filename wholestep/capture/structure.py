@@ -6,6 +6,7 @@ Tuples, lists, dicts, named tuples, dataclasses and mappings such as the outputs
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -76,10 +77,12 @@ def unflatten(structure: Any, tensors: list[Any] | tuple[Any, ...]) -> Any:
         return kind(*parts)
     if issubclass(kind, list | tuple):
         return kind(parts)
+    if issubclass(kind, defaultdict):
+        return kind(None, zip(structure.keys, parts, strict=True))
     if dataclasses.is_dataclass(kind):
         given = {k: v for k, v in zip(structure.keys, parts, strict=True) if v is not None or not issubclass(kind, Mapping)}
         return kind(**given)
-    return kind(zip(structure.keys, parts, strict=True))
+    return kind(dict(zip(structure.keys, parts, strict=True)))
 
 
 def differences(expected: Any, given: Any, path: str = "batch") -> Iterator[str]:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.verify_only and (args.passes or args.output):
         raise InputError("--verify-only prints and changes nothing; drop it, or drop --passes and --output")
 
-    from wholestep import dialects, ir
+    from wholestep import dialects, ir, transforms  # noqa: F401  (transforms registers its passes)
 
     text, filename = _read(args.file)
     context = dialects.context(allow_unregistered=args.allow_unregistered)
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
+    from wholestep import transforms  # noqa: F401  (transforms registers its passes)
     from wholestep.ir import passes
 
     available = passes.available()

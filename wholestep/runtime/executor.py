@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ..backends.aten import expand_op, lower, needs_expansion
+from ..backends.aten import lower
 from ..backends.host import host_function
 from ..dialects.step import constant_value, torch_dtype
 from ..errors import WholestepError
 from ..ir.builtin import module
 from ..ir.core import Op, Value
 from ..ir.passes import run_pipeline
+from ..transforms.expand import expand_where, needs_expansion
 
 
 @dataclass(slots=True)
@@ -107,15 +108,8 @@ def expanded(function: Op) -> Op:
     root = module()
     copy = function.clone()
     root.regions[0].block.append(copy)
-    block = copy.regions[0].block
-    pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
-    if not pending:
-        return copy
-    while pending:
-        for op in pending:
-            expand_op(op)
-        pending = [op for op in block if not op.definition.terminator and needs_expansion(op)]
-    run_pipeline(root, "cse,dce")
+    if expand_where(copy, needs_expansion):
+        run_pipeline(root, "cse,dce")
     return copy
 
 

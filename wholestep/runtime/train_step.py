@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.sandbox import keep_random_state
 from ..capture.slots import Slot
 from ..capture.structure import differences, flatten, unflatten
 from ..errors import InputError
 from ..ir.core import Op
-from ..training.build import Program, sizes
 from ..torch_private import mark_optimizer_called
+from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
 from .executor import Executable
 from .report import Report
@@ -36,6 +37,8 @@ class Compiled:
         self.program, self.plan, self.executable, self.key, self.seconds = program, plan, executable, key, seconds
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
+        #: where each buffer lives: eager code may put another tensor there (`self.buffer = self.buffer + 1`)
+        self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
 
 
 class TrainStep:
@@ -55,7 +58,7 @@ class TrainStep:
         self.example_batch = example_batch
         self._recompile, self._key_of = recompile, key_of
         self._seed, self._counter = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
         self._durations: list[float] = []
         self.compilations = 0
@@ -68,8 +71,9 @@ class TrainStep:
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Runs one training step: forward, loss, backward, clipping, update. Returns what the loss function returns."""
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             start = time.perf_counter()
+            refuse_autocast("called")
             given = self._batch(batch, named)
             compiled = self._current()
             tensors = self._check(compiled, given)
@@ -99,17 +103,19 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and random state, as plain PyTorch state dicts."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": {"seed": self._seed, "counter": self._counter},
-        }
+        with self._lock:
+            return {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "random": {"seed": self._seed, "counter": self._counter},
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._seed, self._counter = int(state["random"]["seed"]), int(state["random"]["counter"])
+        with self._lock:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._seed, self._counter = int(state["random"]["seed"]), int(state["random"]["counter"])
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {phase}" for phase, n in sizes(self._compiled.program.function).items() if n)
@@ -118,7 +124,10 @@ class TrainStep:
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
     def _compile(self) -> Compiled:
-        compiled = self._recompile(self)
+        refuse_autocast("compiled")
+        with keep_random_state(), torch.inference_mode(False):
+            compiled = self._recompile(self)
+        compiled.buffers = buffer_homes(self.model, self.loss_fn)
         self.plan = compiled.plan
         self.compilations += 1
         return compiled
@@ -144,18 +153,21 @@ class TrainStep:
                 raise InputError(
                     f"the batch differs from the one the step was compiled for: missing {missing}, unexpected {extra}"
                 )
-            return type(self.example_batch)({k: named[k] for k in self.example_batch})
+            return {k: named[k] for k in self.example_batch}
         if named:
             raise InputError(
                 f"the step was compiled for {len(self.example_batch)} positional tensors, not keywords {list(named)}"
             )
+        parts = len(self.example_batch)
+        if len(batch) == 1 != parts and isinstance(batch[0], list | tuple) and len(batch[0]) == parts:
+            raise InputError(f"the step takes the {parts} parts of a batch one by one: call step(*batch)")
         return tuple(batch)
 
     def _check(self, compiled: Compiled, batch: Any) -> list[torch.Tensor]:
         """The tensors of a batch, checked against what the program was compiled for."""
         tensors: list[torch.Tensor] = []
         names: list[str] = []
-        structure = flatten(batch, tensors, names)
+        structure = flatten(batch, tensors, names, "batch")
         exported = compiled.program.captured.exported
         if structure != exported.batch_structure:
             found = list(differences(exported.batch_structure, structure))
@@ -197,15 +209,14 @@ class TrainStep:
                 program, self.model, self.loss_fn, self.optimizer, given, self.options["clip_norm"], outputs
             )
             self.verified = True
-        self._commit(compiled, inputs, outputs, created)
-        self._counter += 1
         user = [v for v, r in zip(outputs, program.results, strict=True) if r.kind in ("loss", "output")]
         norm = [v for v, r in zip(outputs, program.results, strict=True) if r.kind == "grad_norm"]
+        lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
+        user = [t.clone() if storage(t) in lasting else t for t in user]  # before the parameters change
         exported = program.captured.exported
-        result = unflatten(exported.output_structure, [own(t, inputs) for t in user])
-        self.last = SimpleNamespace(
-            loss=user[exported.loss_index], outputs=result, grad_norm=norm[0] if norm else None
-        )
+        result = unflatten(exported.output_structure, user)
+        self._commit(compiled, inputs, outputs, created)
+        self.last = SimpleNamespace(loss=user[exported.loss_index], outputs=result, grad_norm=norm[0] if norm else None)
         return result
 
     def _fetch(self, slot: Slot, compiled: Compiled, batch: list[torch.Tensor], created: dict[str, Any]) -> torch.Tensor:
@@ -214,7 +225,8 @@ class TrainStep:
         if kind == "parameter":
             return captured.parameters[source[1]]
         if kind == "buffer":
-            return captured.buffers[source[1]]
+            table, key = compiled.buffers[source[1]]
+            return table[key]
         if kind == "batch":
             return batch[source[1]]
         if kind == "constant":
@@ -247,6 +259,11 @@ class TrainStep:
         writes = [
             (r.slot, value) for r, value in zip(compiled.program.results, outputs, strict=True) if r.slot is not None
         ]
+        written = storages([place[slot.source] for slot, _ in writes])
+        writes = [  # a new value that is a piece of state itself (two buffers that swap) is taken out before it changes
+            (slot, value.clone() if storage(value) in written else value)
+            for slot, value in writes
+        ]
         with uninterrupted(), torch.no_grad():
             for fqn, state in created.items():
                 if state:
@@ -258,6 +275,7 @@ class TrainStep:
                     place[slot.source].copy_(value)
             compiled.plan.finish(compiled.program.updated)
             mark_optimizer_called(self.optimizer)
+            self._counter += 1
 
     def _write_state(self, slot: Slot, compiled: Compiled, value: torch.Tensor) -> None:
         """New optimizer state into the user's tensor, or in place of the user's number."""
@@ -269,9 +287,33 @@ class TrainStep:
             state[key] = type(state[key])(value.item())
 
 
-def own(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """An output that must not share memory with a parameter or buffer that the next step overwrites."""
-    return tensor.clone() if any(tensor is t or tensor.data_ptr() == t.data_ptr() for t in inputs) else tensor
+def storage(tensor: torch.Tensor) -> int:
+    """The memory behind a tensor."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def storages(tensors: list[torch.Tensor]) -> set[int]:
+    return {storage(t) for t in tensors if t.numel()}
+
+
+def buffer_homes(model: nn.Module, loss_fn: Any) -> dict[str, tuple[dict[str, Any], str]]:
+    """The module table and key of each buffer, by the name the program uses."""
+    homes: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, root in (("", model), ("loss_fn", loss_fn)):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            for key in module._buffers:
+                homes.setdefault(".".join(part for part in (prefix, path, key) if part), (module._buffers, key))
+    return homes
+
+
+def refuse_autocast(what: str) -> None:
+    """Autocast outside a step would change its arithmetic behind its back."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise InputError(
+                f"torch.autocast is on where the step is {what}; it does not reach into a compiled step: leave the "
+                "`with torch.autocast(...)` block, or convert the model with model.to(torch.bfloat16)"
+            )
 
 
 def shape_message(name: str, want: tuple[int, ...], have: tuple[int, ...]) -> str:
@@ -289,16 +331,26 @@ def shape_message(name: str, want: tuple[int, ...], have: tuple[int, ...]) -> st
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done; outside the main thread Python delivers none."""
+    """Holds signals with Python handlers (Ctrl-C, alarms) back until the block is done; other threads get none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[Any] = []
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    received: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and not isinstance(handler, signal.Handlers):
+            handlers[number] = handler
+
+    def hold(number: int, frame: Any) -> None:
+        received.append((number, frame))
+
     try:
+        for number in handlers:
+            signal.signal(number, hold)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if received and callable(before):
-            before(*received[0])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in received:
+            handlers[number](number, frame)

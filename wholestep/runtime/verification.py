@@ -1,20 +1,40 @@
-"""`verify=True`: the first step also in eager PyTorch, on copies, compared tensor by tensor before anything is written."""
+"""`verify=True`: the first step also in eager PyTorch, on copies, compared tensor by tensor before anything is written.
+
+What an optimizer writes is judged by the change it makes, not by the parameter's size, and where the change hangs on
+rounding (Adam divides a gradient that is zero by its own size) as much is allowed as rounding can do.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..capture.capture import named_state
 from ..capture.export import calling_convention
+from ..capture.sandbox import keep_random_state
 from ..capture.structure import find_loss, flatten
 from ..errors import InputError, MismatchError
 from ..training.build import Program
 
 #: largest relative difference allowed, by dtype; sums of different order differ by rounding alone
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+#: the part of the largest gradient of all that rounding may add to any gradient, in units of the dtype's epsilon
+NOISE = 64
+
+
+@dataclass(slots=True)
+class Check:
+    """One tensor of the step: what eager gives, what we give, what it was before, how far rounding may carry it."""
+
+    what: str
+    theirs: torch.Tensor
+    ours: torch.Tensor
+    before: torch.Tensor | None = None
+    slack: torch.Tensor | None = None
 
 
 def compare_with_eager(
@@ -32,60 +52,113 @@ def compare_with_eager(
             "verify=True cannot compare a step that draws random numbers (dropout): eager and compiled draw differently; "
             "set the dropout probabilities to 0 for the verification run"
         )
-    twin, twin_loss, twin_optimizer = copy.deepcopy((model, loss_fn, optimizer))
-    twin_optimizer.zero_grad(set_to_none=True)
-    with torch.enable_grad():
-        result = calling_convention(twin, twin_loss, batch)(copy.deepcopy(batch))
-        find_loss(result)[0].backward()
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_([p for g in twin_optimizer.param_groups for p in g["params"]], clip_norm)
-    twin_optimizer.step()
-    flat: list[torch.Tensor] = []
-    flatten(result, flat, [])
-    paths = {name: t for name, t in (*named(twin, twin_loss),)}
-    eager_outputs = iter(flat)
-    names = iter(program.captured.exported.output_names)
-    checks: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    for r, ours in zip(program.results, outputs, strict=True):
-        if r.kind in ("loss", "output"):
-            checks.append((f"{r.kind} {next(names)}", next(eager_outputs), ours))
-        elif r.slot is not None and r.slot.kind in ("parameter", "buffer"):
-            checks.append((f"{r.slot.kind} {r.slot.name}", paths[r.slot.source[1]], ours))
-        elif r.slot is not None and r.slot.kind == "optimizer_state":
-            _, fqn, key = r.slot.source[:3]
-            theirs = twin_optimizer.state[paths[fqn]].get(key)
-            if isinstance(theirs, torch.Tensor):
-                checks.append((f"optimizer state {key} of {fqn}", theirs, ours))
-    for what, theirs, ours in checks:
-        problem = difference(theirs.detach(), ours)
+    with keep_random_state():
+        checks = eager_step(program, model, loss_fn, optimizer, batch, clip_norm, outputs)
+    for check in checks:
+        problem = difference(check)
         if problem:
             raise MismatchError(
-                f"the compiled step disagrees with eager PyTorch at {what}: {problem}. Nothing was written.\n"
+                f"the compiled step disagrees with eager PyTorch at {check.what}: {problem}. Nothing was written.\n"
                 "Try: report it with step.program(); until then train eagerly"
             )
 
 
-def named(model: nn.Module, loss_fn: Any) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under the names the program uses."""
-    from ..capture.capture import named_state
+def eager_step(
+    program: Program, model: nn.Module, loss_fn: Any, optimizer: Any, batch: Any, clip_norm: float | None, outputs: Any
+) -> list[Check]:
+    """One step in eager PyTorch on copies; every result of the program beside eager's."""
+    twin, twin_loss, twin_optimizer = copy.deepcopy((model, loss_fn, optimizer))
+    with torch.enable_grad():
+        result = calling_convention(twin, twin_loss, batch)(copy.deepcopy(batch))
+        wrt = [p for g in twin_optimizer.param_groups for p in g["params"]]
+        needed = [p for p in wrt if p.requires_grad]
+        found = torch.autograd.grad(find_loss(result)[0], needed, allow_unused=True)  # touches nobody's .grad
+    if all(g is None for g in found):
+        raise InputError(
+            "verify=True: the loss of a copy does not depend on the copy's parameters; loss_fn must use the model that "
+            "it is given, not one it remembers"
+        )
+    for p in wrt:
+        p.grad = None
+    for p, g in zip(needed, found, strict=True):
+        p.grad = g
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(wrt, clip_norm)
+    shifted = [shifted_step(twin_optimizer, sign) for sign in (1, -1)]
+    twin_optimizer.step()
 
-    parameters, buffers, _ = named_state(model, loss_fn)
-    return [*parameters.items(), *buffers.items()]
+    flat: list[torch.Tensor] = []
+    flatten(result, flat, [])
+    parameters, buffers, _ = named_state(twin, twin_loss)
+    paths: dict[str, torch.Tensor] = {**parameters, **buffers}
+    originals, _, _ = named_state(model, loss_fn)
+    position = {id(p): i for i, p in enumerate(wrt)}
+    eager_outputs = iter(flat)
+    names = iter(program.captured.exported.output_names)
+    checks: list[Check] = []
+    for r, ours in zip(program.results, outputs, strict=True):
+        if r.kind in ("loss", "output"):
+            checks.append(Check(f"{r.kind} {next(names)}", next(eager_outputs), ours))
+        elif r.slot is not None and r.slot.kind == "buffer":
+            checks.append(Check(f"buffer {r.slot.name}", paths[r.slot.source[1]], ours))
+        elif r.slot is not None and r.slot.kind == "parameter":
+            fqn = r.slot.source[1]
+            up, down = (params[position[id(paths[fqn])]] for params, _ in shifted)
+            checks.append(
+                Check(f"parameter {fqn}", paths[fqn], ours, originals[fqn].detach(), (up - down).detach().abs())
+            )
+        elif r.slot is not None and r.slot.kind == "optimizer_state":
+            _, fqn, key = r.slot.source[:3]
+            theirs = twin_optimizer.state[paths[fqn]].get(key)
+            if isinstance(theirs, torch.Tensor):
+                place = position[id(paths[fqn])]
+                up, down = (other.state[params[place]][key].double() for params, other in shifted)
+                checks.append(Check(f"optimizer state {key} of {fqn}", theirs, ours, None, (up - down).abs()))
+    return checks
 
 
-def difference(theirs: torch.Tensor, ours: torch.Tensor) -> str:
+def shifted_step(optimizer: torch.optim.Optimizer, sign: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """The same update on a copy whose gradients are a rounding error larger or smaller."""
+    given = [p for g in optimizer.param_groups for p in g["params"]]
+    other = copy.deepcopy(optimizer)
+    params = [p for g in other.param_groups for p in g["params"]]
+    grads = [p.grad for p in given if p.grad is not None]
+    largest = max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
+    for p, twin in zip(given, params, strict=True):
+        if p.grad is None:
+            twin.grad = None
+            continue
+        noise = NOISE * torch.finfo(p.grad.dtype).eps * largest
+        twin.grad = p.grad.detach() + sign * noise
+    other.step()
+    return params, other
+
+
+def difference(check: Check) -> str:
     """What differs beyond the dtype's tolerance, in words; empty when nothing does."""
+    theirs, ours = check.theirs.detach(), check.ours
     if theirs.shape != ours.shape:
         return f"shapes {tuple(theirs.shape)} and {tuple(ours.shape)}"
     if not theirs.is_floating_point():
         wrong = int((theirs != ours).sum())
         return f"{wrong} of {theirs.numel()} elements differ" if wrong else ""
+    if not theirs.numel():
+        return ""
     tolerance = TOLERANCE.get(theirs.dtype, 1e-4)
     a, b = theirs.double(), ours.double()
     if bool((a.isnan() != b.isnan()).any()):
         return "NaN on one side only"
-    scale = float(a.abs().nan_to_num(0, 0, 0).max()) if a.numel() else 0.0
-    worst = float((a - b).abs().nan_to_num(0, 0, 0).max()) if a.numel() else 0.0
-    if worst > tolerance * max(scale, 1e-3):
-        return f"largest difference {worst:.3g} where values reach {scale:.3g} (tolerance {tolerance:g} relative)"
+    size = float(a.nan_to_num(0, 0, 0).abs().max())
+    if check.before is None:
+        scale, allowed = size, tolerance * max(size, 1e-6)
+    else:  # an update: judged by its own size, and by what the sum of parameter and update can resolve
+        scale = float((a - check.before.double()).nan_to_num(0, 0, 0).abs().max())
+        allowed = tolerance * scale + 4 * torch.finfo(theirs.dtype).eps * size
+    apart = (a - b).nan_to_num(0, 0, 0).abs()
+    if check.slack is not None:
+        apart = apart - check.slack.double().nan_to_num(0, 0, 0)
+    worst = float(apart.max())
+    if worst > allowed:
+        unit = "the update reaches" if check.before is not None else "values reach"
+        return f"largest difference {worst:.3g} where {unit} {scale:.3g} (tolerance {tolerance:g} relative)"
     return ""

@@ -14,7 +14,7 @@ from ..dialects.step import StepBuilder
 from ..errors import OptimizerError
 from ..ir.core import Value
 from ..torch_private import optimizer_step_hooks
-from .slots import Slot
+from ..capture.slots import Slot
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..ir.core import Value
 from ..ir.types import F64, TensorType
 from .optimizer_families import Family, Hyper, families
 from .optimizer_plan import OptimizerPlan, refuse_unsupported, step_function
-from .slots import Slot
+from ..capture.slots import Slot
 
 NUMBER = TensorType((), F64)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from wholestep.backends.aten import expand_op
+from wholestep.transforms.expand import expand_op
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, Value, add_function, finish_function, module, verify
 from wholestep.runtime.executor import Executable

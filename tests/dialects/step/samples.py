@@ -173,6 +173,16 @@ sample(
     keywords={},
     result_types=[TensorType((3, 3), F64)],
 )
+sample(
+    "opaque_grad",
+    [randn(3, 3), randn(3, 3, seed=1)],
+    target="aten.tril.default",
+    arguments=[{"tensor": 0}],
+    keywords={},
+    wanted=(0,),
+    given=(0,),
+    result_types=[TensorType((3, 3), F64)],
+)
 
 # ---- neural networks -------------------------------------------------------------------------------------------------
 

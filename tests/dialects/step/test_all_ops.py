@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wholestep.backends.aten import expand_op
+from wholestep.transforms.expand import expand_op
 from wholestep.dialects import context
 from wholestep.dialects.step import Roles, StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, add_function, finish_function, module, parse, print_module, verify

@@ -337,6 +337,7 @@ class GroupNorm(GroupNormLike):
         sizes, eps, dtype = _group_sizes(op), op.eps, torch_dtype(op.mean.type.element)
 
         def run(x, weight, bias):
+            weight, bias = packed(weight), packed(bias)
             y, mean, rstd = aten.native_group_norm.default(dense(x), weight, bias, *sizes, eps)
             return y, mean.to(dtype), rstd.to(dtype)
 
@@ -397,6 +398,7 @@ class GroupNormGrad(GroupNormLike):
         def run(dy, x, mean, rstd, weight):
             if x.dtype.itemsize < 4 and not x.is_cuda and (weight is None or weight.dtype is x.dtype):
                 mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)  # as the CPU kernel had them
+            mean, rstd, weight = packed(mean), packed(rstd), packed(weight)
             return aten.native_group_norm_backward.default(dense(dy), dense(x), mean, rstd, weight, *sizes, mask)
 
         return spread(op, run)
@@ -420,6 +422,11 @@ class GroupNormGrad(GroupNormLike):
     @staticmethod
     def flops(op):
         return 14 * op.x.type.size
+
+
+def packed(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x without gaps in memory: the group norm kernels read weights and statistics as if there were none."""
+    return None if x is None else x.contiguous()
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

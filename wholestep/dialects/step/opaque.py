@@ -87,6 +87,16 @@ def flatten_results(out: Any) -> list[Any]:
     return []
 
 
+def compact(x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+    """x without gaps in memory: some kernels take nothing else, and the `contiguous` calls of the model are not kept."""
+    if x.is_contiguous() or x.layout is not torch.strided:
+        return x
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if not exact and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
+        return x
+    return x.contiguous()
+
+
 @step.op
 class Opaque(StepOp):
     """One call of a registered torch operator."""
@@ -101,17 +111,23 @@ class Opaque(StepOp):
     def call(op: Op):
         """The operator's call as a function of tensors, from the attributes that Opaque and OpaqueGrad share."""
         function, arguments, keywords = resolve(op.target), op.arguments, op.keywords
-        return lambda *tensors: function(
-            *(decode_argument(a, tensors) for a in arguments),
-            **{k: decode_argument(a, tensors) for k, a in keywords.items()},
-        )
+        exact = op.target.startswith("aten.as_strided")  # it counts in memory, so only one layout will do
+
+        def call(*tensors, **more):
+            tensors = tuple(compact(t, exact) for t in tensors)
+            named = {k: decode_argument(a, tensors) for k, a in keywords.items()}
+            return function(*(decode_argument(a, tensors) for a in arguments), **{**named, **more})
+
+        return call
 
     @staticmethod
     def evaluate(op: Op):
         call, single = Opaque.call(op), len(op.results) == 1
+        takes_device = any(a.name == "device" for a in resolve(op.target)._schema.arguments)
 
-        def run(*tensors):
-            flat = flatten_results(call(*tensors))
+        def run(*tensors, device=None):
+            more = {"device": device} if takes_device and device is not None else {}
+            flat = flatten_results(call(*tensors, **more))
             return flat[0] if single else tuple(flat)
 
         return run

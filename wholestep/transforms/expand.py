@@ -1,0 +1,66 @@
+"""`expand`: replaces ops by the smaller step ops they consist of, by each op's own `expand` rule.
+
+`expand{ops=adam}` expands one kind (names joined by `+`), `expand{ops=required}` those without an ATen implementation of
+their own, plain `expand` everything that can be, until nothing is left to expand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..dialects.step import StepBuilder
+from ..errors import IRError
+from ..ir.builtin import functions
+from ..ir.core import Op, Value
+from ..ir.passes import register_pass
+
+
+def has_expansion(op: Op) -> bool:
+    """Whether the op has an expansion."""
+    return getattr(op.definition, "expand", None) is not None
+
+
+def needs_expansion(op: Op) -> bool:
+    """Whether the op runs only through its expansion."""
+    return has_expansion(op) and op.definition.evaluate is None  # type: ignore[attr-defined]
+
+
+def expand_op(op: Op) -> None:
+    """Replaces an op by its expansion, in place; the new ops keep its location and phase."""
+    assert op.parent is not None
+    builder = StepBuilder(op.parent, op, op.loc, op.phase)
+    out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
+    values = [out] if isinstance(out, Value) else list(out)
+    for old, new in zip(op.results, values, strict=True):
+        old.replace_by(new)
+    op.erase()
+
+
+def expand_where(function: Op, wanted: Callable[[Op], bool]) -> int:
+    """Expands every op of a function that is wanted, and what that gives, until none is left; returns how many."""
+    block, count = function.regions[0].block, 0
+    pending = [op for op in block if wanted(op)]
+    while pending:
+        for op in pending:
+            expand_op(op)
+        count += len(pending)
+        pending = [op for op in block if wanted(op)]
+    return count
+
+
+@register_pass("expand")
+def expand(module: Op, *, ops: str = "all") -> None:
+    """Replaces ops by smaller ones: ops=all, ops=required (no ATen implementation) or names such as ops=adam+gelu."""
+    chosen = {f"step.{name}" for name in ops.split("+")}
+    wanted: Callable[[Op], bool]
+    if ops == "all":
+        wanted = has_expansion
+    elif ops == "required":
+        wanted = needs_expansion
+    else:
+        wanted = lambda op: op.name in chosen  # noqa: E731
+    for function in functions(module):
+        for op in function.regions[0].block:
+            if wanted(op) and not has_expansion(op):
+                raise IRError(f"{op.name} has no expansion")
+        expand_where(function, wanted)
