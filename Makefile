@@ -10,7 +10,7 @@ PIP    := $(PY) -m pip install -qq --disable-pip-version-check
 # Two workers, one thread each: torch would otherwise start a pool of threads in every worker.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
 
-.PHONY: help demo test lint format types docs bench-ir doctor clean
+.PHONY: help demo test lint format types docs coverage-docs bench-ir doctor clean
 
 help:
 	@echo 'make demo      train a small GPT for about a minute, eagerly and compiled'
@@ -40,6 +40,10 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.run
 	@$(PY) -m wholestep docs
+
+# What PyTorch's op samples come to: a few minutes. The networks' table is read from tests/zoo/results.json.
+coverage-docs: $(VENV)/.test
+	@OMP_NUM_THREADS=1 $(PY) -m tests.capture.coverage --write
 
 bench-ir: $(VENV)/.test
 	@$(PY) bench/ir.py

@@ -61,7 +61,9 @@ def compile_step(step: TrainStep) -> Compiled:
     built_at = clock()
     verify_ir(program.module)
     verified_at = clock()
-    executable = Executable(program.function, device_of(step.model, step.loss_fn), host_numbers(program, step.optimizer))
+    executable = Executable(
+        program.function, device_of(step.model, step.loss_fn), host_numbers(program, step.optimizer)
+    )
     done = clock()
     seconds = {
         "capture": captured_at - start,
@@ -123,7 +125,9 @@ def as_batch(example: Any) -> Any:
 
 
 def check_options(clip_norm: float | None) -> None:
-    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0 and math.isfinite(clip_norm)):
+    if clip_norm is not None and not (
+        isinstance(clip_norm, int | float) and clip_norm > 0 and math.isfinite(clip_norm)
+    ):
         raise InputError(f"clip_norm must be a positive number, not {clip_norm!r}")
 
 
@@ -156,7 +160,9 @@ def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
     flatten(batch, tensors, names, "batch")
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.device != device:
-            raise InputError(f"{name} is on {tensor.device} but the model is on {device}; move one of them with .to(...)")
+            raise InputError(
+                f"{name} is on {tensor.device} but the model is on {device}; move one of them with .to(...)"
+            )
         if tensor.layout is not torch.strided:
             raise InputError(f"{name} has the layout {tensor.layout}; only dense tensors can be part of a batch")
 

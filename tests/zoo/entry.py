@@ -14,11 +14,6 @@ from torch import nn
 
 Batch = dict[str, Any] | tuple[Any, ...]
 
-OTHER_BACKWARD = (
-    "an autograd.Function whose backward is not the derivative of its forward; export keeps the forward alone, "
-    "so the gradients would silently be others"
-)
-
 
 @dataclass(frozen=True)
 class Entry:

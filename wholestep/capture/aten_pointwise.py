@@ -114,7 +114,7 @@ def scaled(imp: Importer, y: Any, alpha: Any) -> Any:
 @aten("add.Tensor", "add.Scalar")
 def _add(imp, x, y, alpha=1):
     if imp.expected[0].element is BOOL:
-        return binary(imp, "bit_or", x, y) if alpha else NotImplemented
+        return binary(imp, "bit_or", x, y) if alpha else imp.b.broadcast_to(x, imp.expected[0].shape)
     return binary(imp, "add", x, scaled(imp, y, alpha))
 
 
@@ -298,11 +298,6 @@ def _prelu(imp, x, weight):
     if weight.type.size > 1:
         weight = b.reshape_to(weight, (weight.type.size, *(1,) * (x.type.rank - 2)))
     return b.select(b.gt(x, 0), x, b.mul(x, b.reshape_to(weight, ()) if weight.type.size == 1 else weight))
-
-
-@aten("hardsigmoid")
-def _hardsigmoid(imp, x):
-    return imp.b.div(_hardtanh(imp, imp.b.add(x, 3.0), 0.0, 6.0), 6.0)
 
 
 @aten("hardswish")
@@ -521,6 +516,32 @@ def _var_mean(imp, x, dim=None, correction=1, keepdim=False):
         imp.b.variance(x, dims=dims, keepdim=keepdim, correction=correction),
         imp.b.mean(x, dims=dims, keepdim=keepdim),
     ]
+
+
+def root(b: StepBuilder, x: Value) -> Value:
+    """The square root of a sum of squares, with no gradient where it is zero, as autograd has it."""
+    zero = b.eq(x, 0)
+    return b.select(zero, 0.0, b.sqrt(b.select(zero, 1.0, x)))
+
+
+@aten("std.correction")
+def _std(imp, x, dim=None, correction=1, keepdim=False):
+    found = _var(imp, x, dim, correction, keepdim)
+    return found if found is NotImplemented else root(imp.b, found)
+
+
+@aten("std.dim", "std")
+def _std_dim(imp, x, dim=None, unbiased=True, keepdim=False):
+    found = _var_dim(imp, x, dim, unbiased, keepdim)
+    return found if found is NotImplemented else root(imp.b, found)
+
+
+@aten("linalg_vector_norm")
+def _vector_norm(imp, x, order=2, dim=None, keepdim=False, dtype=None):
+    if order != 2 or imp.expected[0].element.bits < 32 or x.type.rank == 0:
+        return NotImplemented
+    x = imp.b.cast_to(x, imp.expected[0].element)
+    return root(imp.b, imp.b.sum(imp.b.mul(x, x), dims=all_dims(x, dim), keepdim=keepdim))
 
 
 @aten("cumsum")

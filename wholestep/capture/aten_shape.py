@@ -367,6 +367,11 @@ def _fill(imp, x, value):
     return imp.b.broadcast_to(out, imp.expected[0].shape)
 
 
+@aten("broadcast_tensors", complex_too=True)
+def _broadcast_tensors(imp, xs):
+    return [imp.b.broadcast_to(x, type.shape) for x, type in zip(xs, imp.expected, strict=True)]
+
+
 @aten("meshgrid", "meshgrid.indexing")
 def _meshgrid(imp, xs, indexing="ij"):
     b, out = imp.b, []

@@ -1,4 +1,4 @@
-"""Model, loss and batch to a forward program: one function whose arguments are parameters, buffers, constants and batch."""
+"""Model, loss and batch to a forward program: one function of parameters, buffers, constants and batch."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
             name = aliases[target]
             inputs.append(argument("parameter", name, ("parameter", name), tensor_type(parameters[name])))
         elif kind == "BUFFER":
-            name = aliases.get(target)
-            if name is None:
+            if target not in aliases:
                 raise CaptureError(f"buffer {target} of the captured program is not a buffer of the model")
+            name = aliases[target]
             inputs.append(argument("buffer", name, ("buffer", name), tensor_type(buffers[name])))
         elif kind == "CONSTANT_TENSOR":
             tensor = program.constants[target]
@@ -117,7 +117,9 @@ def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
     return captured
 
 
-def named_state(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, str]]:
+def named_state(
+    model: nn.Module, loss_fn: Any
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, str]]:
     """Parameters and buffers by name, each once, and the name for every path (tied tensors have several paths)."""
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}

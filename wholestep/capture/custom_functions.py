@@ -114,7 +114,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Any) -> Any:
-    given, outputs, saved = ctx.counts
+    _, outputs, saved = ctx.counts
     applied = _APPLIED.get(ctx.number)
     if applied is None:
         raise RuntimeError("the gradient of this custom function belongs to a program that is gone")

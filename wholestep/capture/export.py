@@ -1,4 +1,4 @@
-"""Runs torch.export on a model and its loss, and turns whatever goes wrong into one error that names the user's line."""
+"""Runs torch.export on a model and its loss; whatever goes wrong becomes one error that names the user's line."""
 
 from __future__ import annotations
 
@@ -61,13 +61,15 @@ class Wrapper(nn.Module):
         self._notes["names"] = names
         self._notes["loss"] = next(i for i, t in enumerate(flat) if t is loss)
         self._notes["changes"] = attributes.changes()
+        self._notes["after"] = Attributes(("", self.model), ("loss_fn", self._modules.get("loss_fn")))
         for module, name, before in buffers:  # `self.buffer = new` becomes a write to the buffer
             now = module._buffers.get(name)
             if now is before or now is None:
                 continue
             if now.shape != before.shape or now.dtype != before.dtype:
                 raise refuse(
-                    f"forward replaces the buffer {name} of {type(module).__name__} by a tensor of another shape or dtype",
+                    f"forward replaces the buffer {name} of {type(module).__name__} by a tensor of another shape or "
+                    "dtype",
                     "keep buffers of one size for the whole training",
                     None,
                 )
@@ -76,6 +78,9 @@ class Wrapper(nn.Module):
             module._buffers[name] = before
         return flat
 
+
+#: attributes that forward sets without computing with them: transformers notes that its forward hooks are in place
+HARMLESS = ("_output_capturing_hooks_installed",)
 
 #: names of a first parameter that is the model, however many parameters follow
 MODEL_NAMES = ("model", "module", "net", "network")
@@ -99,8 +104,8 @@ def calling_convention(model: nn.Module, loss_fn: Any, batch: Any) -> Callable[[
         first = names[0] if names else "model"
         if isinstance(loss_fn, nn.Module) and not takes_model:
             raise InputError(
-                f"the batch is a mapping with the keys {list(batch)}, so what is the target of {type(loss_fn).__name__} "
-                "is not known; write a function loss_fn(model, batch) that calls both"
+                f"the batch is a mapping with the keys {list(batch)}, so what is the target of "
+                f"{type(loss_fn).__name__} is not known; write a function loss_fn(model, batch) that calls both"
             )
         if len(required) == 2 and not more_named and required[1] not in batch:
             return lambda b: loss_fn(model, b)
@@ -170,13 +175,19 @@ def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
             program, notes = trace()
             if python_random_state() != before:
                 check_python_random(program, trace)
-            counted = {where: now for where, (_, now) in notes["changes"].items() if isinstance(now, int | float | str)}
+            counted = [
+                where
+                for where, (_, now) in notes["changes"].items()
+                if isinstance(now, int | float | str) and where[1] not in HARMLESS
+            ]
             if counted:
-                check_python_state(program, trace, attributes, counted)
+                notes["after"].repeat()
+                try:
+                    check_python_state(program, trace, counted)
+                finally:
+                    attributes.restore()
         warn_lost_tensors(notes["changes"], program)
-    return Exported(
-        program, names, structure, notes["structure"], notes["names"], notes["loss"], notes["functions"]
-    )
+    return Exported(program, names, structure, notes["structure"], notes["names"], notes["loss"], notes["functions"])
 
 
 def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> None:
@@ -195,21 +206,21 @@ def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> N
             raise refuse(
                 "a random number of Python's `random` or of numpy decides what is computed, and would be drawn only "
                 "once, now",
-                "draw with torch.rand and use the tensor (multiply a layer's result by a random 0/1 tensor), or set the "
-                "probability to 0",
+                "draw with torch.rand and use the tensor (multiply a layer's result by a random 0/1 tensor), or set "
+                "the probability to 0",
                 random_line(trace),
             )
 
 
-def check_python_state(program: Any, trace: Any, attributes: Attributes, counted: dict[tuple[str, str], Any]) -> None:
-    """Refuses a program that depends on a Python attribute which forward itself changes, such as a step counter."""
-    attributes.put(counted)
+def check_python_state(program: Any, trace: Callable[[], tuple[Any, Any]], counted: list[tuple[str, str]]) -> None:
+    """Refuses a program that depends on a Python attribute which forward itself changes, such as a step counter.
+
+    The modules are as forward left them: what is captured now is the next step.
+    """
     try:
         same = same_program(program, trace()[0])
     except CaptureError:
         same = False
-    finally:
-        attributes.restore()
     if not same:
         names = ", ".join(".".join(part for part in where if part) for where in counted)
         raise refuse(

@@ -64,6 +64,8 @@ IGNORED = {
 MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "ravel"}
 #: calls that give back their input itself when nothing is dropped, though their schema does not say so
 MAYBE_INPUT = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d"}
+#: calls whose results are views of the tensors in a list, one by one
+VIEWS_OF_LISTS = {"broadcast_tensors", "meshgrid"}
 #: calls that update running statistics among their arguments, whatever their schema says
 WITH_STATISTICS = {"batch_norm", "instance_norm"}
 #: the same, for backends alone: their functional forms are those above
@@ -190,6 +192,9 @@ class Importer:
             aliasing = base is not None and (aliases_input(target) or (packet in MAYBE_INPUT and out is source))
         if self.no_grad:
             out = self.detached(out)
+        if packet in VIEWS_OF_LISTS:
+            parts = zip(args[0], values[0], out, strict=True)
+            return [self.as_views(ref, value, part, target) for ref, value, part in parts]
         if not aliasing:
             return wrap(out)
         assert base is not None and source is not None

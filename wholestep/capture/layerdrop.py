@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..torch_private import static_number
@@ -19,9 +20,29 @@ _BELOW = {torch.lt, torch.Tensor.lt, torch.Tensor.__lt__, torch.le, torch.Tensor
 _ABOVE = {torch.gt, torch.Tensor.gt, torch.Tensor.__gt__, torch.ge, torch.Tensor.ge, torch.Tensor.__ge__}
 _DRAWS = {torch.rand, torch.rand_like}
 _TO_BOOL = {torch.Tensor.__bool__, torch.Tensor.item}
-_TO_NUMBER = {torch.Tensor.item, torch.Tensor.__float__}
 _READS = {torch.Tensor.item, torch.Tensor.tolist}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
+#: products whose shape functions do not look at dtypes, though the kernels refuse to mix them
+_ONE_DTYPE = {
+    F.linear,
+    F.bilinear,
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+}
 
 
 class RandomBranches(TorchFunctionMode):
@@ -36,17 +57,21 @@ class RandomBranches(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _TO_BOOL:
-            for tensor, decided in self._decided:
+            for tensor, outcome in self._decided:
                 if tensor is args[0]:
-                    return decided
-        if func in _TO_NUMBER and any(args[0] is d for d in self._draws):
+                    return outcome
+        if func is torch.Tensor.item and any(args[0] is d for d in self._draws):
             return RandomNumber(self)
+        if func is torch.Tensor.__float__ and any(args[0] is d for d in self._draws):
+            raise RandomNumber(self).refused("float()")
         if func in _HOOKS:
             raise refuse(
                 "a gradient hook is set in forward, and a compiled step has no autograd to call it",
                 "write what the hook does with ordinary operations, or as a torch.autograd.Function",
                 current_line(),
             )
+        if func in _ONE_DTYPE:
+            refuse_mixed_dtypes(func, args, kwargs)
         out = func(*args, **kwargs)
         if func in _BELOW or func in _ABOVE:
             decided = self._decide(func in _BELOW, args)
@@ -105,7 +130,7 @@ class RandomNumber:
         if decided is None:
             if self._branches.undecided:
                 raise refuse(*self._branches.explanation(), current_line())
-            raise self._refused()
+            raise self.refused()
         return decided
 
     def __lt__(self, other: Any) -> bool:
@@ -116,18 +141,33 @@ class RandomNumber:
 
     __le__, __ge__ = __lt__, __gt__
 
-    def _refused(self) -> Exception:
+    def refused(self, how: str = ".item()") -> Exception:
         return refuse(
-            "a random number is read out of a tensor (.item()), so every step would see the same one",
+            f"a random number is read out of a tensor ({how}), so every step would see the same one",
             "keep it a tensor: torch.rand(1) multiplies and compares like a number",
             current_line(),
         )
 
     def _use(self, *_: Any) -> Any:
-        raise self._refused()
+        raise self.refused()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _use
     __float__ = __int__ = __bool__ = __eq__ = __ne__ = __neg__ = __abs__ = __round__ = __index__ = _use  # type: ignore
+
+
+def refuse_mixed_dtypes(func: Any, args: Any, kwargs: Any) -> None:
+    """What eager refuses when it runs: factors of different dtypes. Under autocast they are brought together."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    dtypes = dict.fromkeys(t.dtype for t in tensors if t.dtype is not torch.bool)
+    if len(dtypes) > 1:
+        raise refuse(
+            f"tensors of different dtypes meet in {func.__name__}: {', '.join(map(str, dtypes))}",
+            "bring the batch to the model's dtype (batch.to(torch.float32)), or the model to the batch's "
+            "(model.to(...))",
+            current_line(),
+        )
 
 
 def _symbolic(value: Any) -> bool:

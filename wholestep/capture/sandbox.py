@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 
 from .explain import Place, is_users, place_of
 
-# ---- random state ------------------------------------------------------------------------------------------------------
+# ---- random state ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -107,8 +108,9 @@ def random_line(run: Callable[[], Any]) -> Place | None:
     return found[0] if found else None
 
 
-# ---- attributes of modules ---------------------------------------------------------------------------------------------
+# ---- attributes of modules -------------------------------------------------------------------------------------------
 
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -137,9 +139,15 @@ class Attributes:
                     found[path, name] = (old, now.get(name))
         return found
 
-    def put(self, values: dict[tuple[str, str], Any]) -> None:
-        for (path, name), value in values.items():
-            vars(self.modules[path])[name] = value
+    def repeat(self) -> None:
+        """Puts the modules into this state, as the next step would find them, but for tensors and their tables."""
+        for path, module in self.modules.items():
+            for name, (value, contents) in self.saved[path].items():
+                if name in _TABLES or isinstance(value, torch.Tensor):
+                    continue
+                vars(module)[name] = value
+                if contents is not None:
+                    _refill(value, contents)
 
     def restore(self) -> None:
         for path, module in self.modules.items():
@@ -154,7 +162,7 @@ class Attributes:
 
 def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each attribute with, for a plain container, a copy of what it holds."""
-    return {k: (v, v.copy() if type(v) in (list, dict, set) else None) for k, v in attributes.items()}
+    return {k: (v, v.copy() if type(v) in _CONTAINERS else None) for k, v in attributes.items()}
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -165,7 +173,7 @@ def _refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
-# ---- noise -------------------------------------------------------------------------------------------------------------
+# ---- noise -----------------------------------------------------------------------------------------------------------
 
 _LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
 

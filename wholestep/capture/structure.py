@@ -80,8 +80,9 @@ def unflatten(structure: Any, tensors: list[Any] | tuple[Any, ...]) -> Any:
     if issubclass(kind, defaultdict):
         return kind(None, zip(structure.keys, parts, strict=True))
     if dataclasses.is_dataclass(kind):
-        given = {k: v for k, v in zip(structure.keys, parts, strict=True) if v is not None or not issubclass(kind, Mapping)}
-        return kind(**given)
+        sparse = issubclass(kind, Mapping)  # type: ignore[arg-type]  # outputs of transformers leave out what is None
+        pairs = zip(structure.keys, parts, strict=True)
+        return kind(**{k: v for k, v in pairs if v is not None or not sparse})  # type: ignore[operator]
     return kind(dict(zip(structure.keys, parts, strict=True)))
 
 

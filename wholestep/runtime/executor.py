@@ -73,7 +73,9 @@ class Executable:
         )
         self.slots = len(slots)
         mark_last_uses(instructions, {slot for slot, _ in (*self.fixed, *self.results)})
-        self.calls = [(i.run, i.reads, i.writes if len(i.writes) > 1 else i.writes[0], i.frees, i.op) for i in instructions]
+        self.calls = [
+            (i.run, i.reads, i.writes if len(i.writes) > 1 else i.writes[0], i.frees, i.op) for i in instructions
+        ]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(inputs) != self.arguments:

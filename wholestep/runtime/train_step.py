@@ -33,7 +33,9 @@ from .verification import compare_with_eager
 class Compiled:
     """One compiled program with what it was compiled for."""
 
-    def __init__(self, program: Program, plan: OptimizerPlan, executable: Executable, key: Any, seconds: dict[str, float]):
+    def __init__(
+        self, program: Program, plan: OptimizerPlan, executable: Executable, key: Any, seconds: dict[str, float]
+    ):
         self.program, self.plan, self.executable, self.key, self.seconds = program, plan, executable, key, seconds
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
@@ -146,7 +148,9 @@ class TrainStep:
             if len(batch) == 1 and not named and isinstance(batch[0], Mapping):
                 named = dict(batch[0])
             elif batch:
-                raise InputError(f"the step was compiled for a keyword batch {list(self.example_batch)}: call step(**batch)")
+                raise InputError(
+                    f"the step was compiled for a keyword batch {list(self.example_batch)}: call step(**batch)"
+                )
             missing = [k for k in self.example_batch if k not in named]
             extra = [k for k in named if k not in self.example_batch]
             if missing or extra:
@@ -190,7 +194,9 @@ class TrainStep:
                     f"convert it with .to({self._dtype(slot)})"
                 )
             if tensor.device != device:
-                raise InputError(f"{name} is on {tensor.device} but the model is on {device}; move it with .to({device})")
+                raise InputError(
+                    f"{name} is on {tensor.device} but the model is on {device}; move it with .to({device})"
+                )
         return tensors
 
     @staticmethod
@@ -219,7 +225,9 @@ class TrainStep:
         self.last = SimpleNamespace(loss=user[exported.loss_index], outputs=result, grad_norm=norm[0] if norm else None)
         return result
 
-    def _fetch(self, slot: Slot, compiled: Compiled, batch: list[torch.Tensor], created: dict[str, Any]) -> torch.Tensor:
+    def _fetch(
+        self, slot: Slot, compiled: Compiled, batch: list[torch.Tensor], created: dict[str, Any]
+    ) -> torch.Tensor:
         """The tensor an argument of the program takes now."""
         kind, source, captured = slot.kind, slot.source, compiled.program.captured
         if kind == "parameter":
@@ -253,7 +261,9 @@ class TrainStep:
             self._numbers[slot.source] = known
         return known[1]
 
-    def _commit(self, compiled: Compiled, inputs: list[torch.Tensor], outputs: list[Any], created: dict[str, Any]) -> None:
+    def _commit(
+        self, compiled: Compiled, inputs: list[torch.Tensor], outputs: list[Any], created: dict[str, Any]
+    ) -> None:
         """Writes every new value into the user's tensors; nothing interrupts it half-way."""
         place = {slot.source: tensor for slot, tensor in zip(compiled.program.slots, inputs, strict=True)}
         writes = [
@@ -261,8 +271,7 @@ class TrainStep:
         ]
         written = storages([place[slot.source] for slot, _ in writes])
         writes = [  # a new value that is a piece of state itself (two buffers that swap) is taken out before it changes
-            (slot, value.clone() if storage(value) in written else value)
-            for slot, value in writes
+            (slot, value.clone() if storage(value) in written else value) for slot, value in writes
         ]
         with uninterrupted(), torch.no_grad():
             for fqn, state in created.items():
@@ -337,7 +346,7 @@ def uninterrupted() -> Iterator[None]:
         return
     received: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {}
-    for number in signal.valid_signals():
+    for number in map(int, signal.valid_signals()):
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, signal.Handlers):
             handlers[number] = handler

@@ -7,6 +7,8 @@ rounding (Adam divides a gradient that is zero by its own size) as much is allow
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ class Check:
     ours: torch.Tensor
     before: torch.Tensor | None = None
     slack: torch.Tensor | None = None
+    floor: float = 1e-3  # values smaller than this are compared as if they were this large
 
 
 def compare_with_eager(
@@ -46,11 +49,12 @@ def compare_with_eager(
     clip_norm: float | None,
     outputs: list[torch.Tensor],
 ) -> None:
-    """Raises MismatchError, naming the layer, at the first tensor of the compiled step that eager does not agree with."""
-    if any(slot.kind == "random_key" for slot in program.slots):
+    """Raises MismatchError, naming the layer, at the first tensor on which eager does not agree."""
+    arguments = program.function.regions[0].block.arguments
+    if any(slot.kind == "random_key" and a.uses for slot, a in zip(program.slots, arguments, strict=True)):
         raise InputError(
-            "verify=True cannot compare a step that draws random numbers (dropout): eager and compiled draw differently; "
-            "set the dropout probabilities to 0 for the verification run"
+            "verify=True cannot compare a step that draws random numbers (dropout): eager and compiled draw "
+            "differently; set the dropout probabilities to 0 for the verification run"
         )
     with keep_random_state():
         checks = eager_step(program, model, loss_fn, optimizer, batch, clip_norm, outputs)
@@ -68,20 +72,17 @@ def eager_step(
 ) -> list[Check]:
     """One step in eager PyTorch on copies; every result of the program beside eager's."""
     twin, twin_loss, twin_optimizer = copy.deepcopy((model, loss_fn, optimizer))
-    with torch.enable_grad():
+    wrt = [p for g in twin_optimizer.param_groups for p in g["params"]]
+    for p in wrt:
+        p.grad = None
+    with torch.enable_grad(), gradients_kept(model):
         result = calling_convention(twin, twin_loss, batch)(copy.deepcopy(batch))
-        wrt = [p for g in twin_optimizer.param_groups for p in g["params"]]
-        needed = [p for p in wrt if p.requires_grad]
-        found = torch.autograd.grad(find_loss(result)[0], needed, allow_unused=True)  # touches nobody's .grad
-    if all(g is None for g in found):
+        find_loss(result)[0].backward()
+    if all(p.grad is None for p in wrt):
         raise InputError(
             "verify=True: the loss of a copy does not depend on the copy's parameters; loss_fn must use the model that "
             "it is given, not one it remembers"
         )
-    for p in wrt:
-        p.grad = None
-    for p, g in zip(needed, found, strict=True):
-        p.grad = g
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(wrt, clip_norm)
     shifted = [shifted_step(twin_optimizer, sign) for sign in (1, -1)]
@@ -103,18 +104,30 @@ def eager_step(
             checks.append(Check(f"buffer {r.slot.name}", paths[r.slot.source[1]], ours))
         elif r.slot is not None and r.slot.kind == "parameter":
             fqn = r.slot.source[1]
-            up, down = (params[position[id(paths[fqn])]] for params, _ in shifted)
-            checks.append(
-                Check(f"parameter {fqn}", paths[fqn], ours, originals[fqn].detach(), (up - down).detach().abs())
-            )
+            place = position[id(paths[fqn])]
+            slack = spread(paths[fqn], [params[place] for params, _ in shifted])
+            checks.append(Check(f"parameter {fqn}", paths[fqn], ours, originals[fqn].detach(), slack))
         elif r.slot is not None and r.slot.kind == "optimizer_state":
             _, fqn, key = r.slot.source[:3]
             theirs = twin_optimizer.state[paths[fqn]].get(key)
             if isinstance(theirs, torch.Tensor):
                 place = position[id(paths[fqn])]
-                up, down = (other.state[params[place]][key].double() for params, other in shifted)
-                checks.append(Check(f"optimizer state {key} of {fqn}", theirs, ours, None, (up - down).abs()))
+                slack = spread(theirs, [other.state[params[place]][key] for params, other in shifted])
+                checks.append(Check(f"optimizer state {key} of {fqn}", theirs, ours, None, slack, 0.0))
     return checks
+
+
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Leaves `.grad` of the user's own parameters as it is, even if loss_fn uses them instead of the copies."""
+    kept = [(p, p.grad) for p in model.parameters()]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in kept:
+            p.grad = grad
 
 
 def shifted_step(optimizer: torch.optim.Optimizer, sign: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
@@ -134,6 +147,11 @@ def shifted_step(optimizer: torch.optim.Optimizer, sign: int) -> tuple[list[torc
     return params, other
 
 
+def spread(middle: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    """How far each element is carried by a rounding error of the gradient, either way, twice over."""
+    return 2 * sum((t.detach().double() - middle.detach().double()).abs() for t in others)  # type: ignore[return-value]
+
+
 def difference(check: Check) -> str:
     """What differs beyond the dtype's tolerance, in words; empty when nothing does."""
     theirs, ours = check.theirs.detach(), check.ours
@@ -150,7 +168,7 @@ def difference(check: Check) -> str:
         return "NaN on one side only"
     size = float(a.nan_to_num(0, 0, 0).abs().max())
     if check.before is None:
-        scale, allowed = size, tolerance * max(size, 1e-6)
+        scale, allowed = size, tolerance * max(size, check.floor)
     else:  # an update: judged by its own size, and by what the sum of parameter and update can resolve
         scale = float((a - check.before.double()).nan_to_num(0, 0, 0).abs().max())
         allowed = tolerance * scale + 4 * torch.finfo(theirs.dtype).eps * size

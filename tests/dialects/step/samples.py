@@ -286,6 +286,7 @@ sample("index_add", randn(3, 4), randint(4, 6), randn(3, 6, seed=1), dim=1)
 pair = [randint(3, 2, 1), randint(2, 5, seed=1)]
 sample("index", randn(3, 4, 2), pair, dims=(0, 2))
 sample("index", randn(4, 3, 2), pair, dims=(1, 2))
+sample("index", randn(3, 4), [torch.tensor([2, 0, 2])], dims=(0,))
 sample("index_put", randn(3, 4, 2), pair, randn(2, 5, 4, seed=1), dims=(0, 2), accumulate=True)
 sample("index_put", randn(3, 4), [torch.tensor([2, 0])], randn(4, seed=1), dims=(0,))
 
