@@ -1,6 +1,6 @@
 """Seconds from model to program on GPT-2 124M and BERT-large, as `step.report()` prints them, against their bars.
 
-`python bench/compile.py [--torch]`: --torch also times torch's own tracing of forward and backward (make_fx), for scale.
+`python bench/compile.py [--torch]`: --torch also times torch's own tracing of forward and backward, for scale.
 Writes bench/results/compile.{json,md}; exits 1 when a bar is missed.
 """
 
@@ -96,7 +96,7 @@ def main() -> int:
         f"`{record['command']}` on {record['machine']}, torch {record['torch']}, Python {record['python']}.",
         "AdamW, clip_norm=1.0, batch 1x128 (shapes do not matter to compile time).",
         "",
-        "| network | capture (bar) | autodiff + update (bar) | verify | build | ops | torch's make_fx of forward+backward |",
+        "| network | capture (bar) | autodiff + update (bar) | verify | build | ops | make_fx of forward+backward |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:

@@ -1,6 +1,6 @@
 """Reference execution on a GPU and on this torch: networks of the zoo train like eager PyTorch, then GPT-2 is timed.
 
-Run on a machine with a GPU: `python bench/cuda_reference.py [--out DIR]`. CI has no GPU; bench/results/ holds the record.
+Run where there is a GPU: `python bench/cuda_reference.py [--out DIR]`. CI has none; bench/results/ holds the record.
 """
 
 from __future__ import annotations
@@ -24,11 +24,38 @@ import wholestep as ws  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
 from tests.zoo.compare import KINDS, compare  # noqa: E402
 
-NETWORKS = (
-    "gpt2 llama gemma2 opt bert deberta-v2 albert t5 bart resnet efficientnet convnext vit swin whisper "
-    "wav2vec2-classifier mixtral mamba lstm dlrm wavenet mlp-mixer unet convnet graph-index-add graph-attention "
-    "tied-gpt checkpointed-gpt in-place frozen-backbone"
-).split()
+NETWORKS = [
+    "gpt2",
+    "llama",
+    "gemma2",
+    "opt",
+    "bert",
+    "deberta-v2",
+    "albert",
+    "t5",
+    "bart",
+    "resnet",
+    "efficientnet",
+    "convnext",
+    "vit",
+    "swin",
+    "whisper",
+    "wav2vec2-classifier",
+    "mixtral",
+    "mamba",
+    "lstm",
+    "dlrm",
+    "wavenet",
+    "mlp-mixer",
+    "unet",
+    "convnet",
+    "graph-index-add",
+    "graph-attention",
+    "tied-gpt",
+    "checkpointed-gpt",
+    "in-place",
+    "frozen-backbone",
+]
 
 
 def check(device: str) -> list[dict]:
@@ -125,7 +152,9 @@ def main() -> None:
     ]
     for r in record["networks"]:
         figures = f"{r['loss']:.1e} | {r['parameters']:.1e}" if "loss" in r else f"{r['error']} | "
-        lines.append(f"| {r['network']} | {r['optimizer']} | {r['device']} | {figures} | {'yes' if r['agrees'] else 'no'} |")
+        lines.append(
+            f"| {r['network']} | {r['optimizer']} | {r['device']} | {figures} | {'yes' if r['agrees'] else 'no'} |"
+        )
     if "gpt2" in record:
         g = record["gpt2"]
         lines += [

@@ -480,14 +480,15 @@ def same(old: torch.Tensor, new: torch.Tensor) -> bool:
     return bool(torch.equal(old, new) or not differ(new, old))
 
 
-def differ(got: torch.Tensor, want: torch.Tensor) -> str:
+def differ(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> str:
     """How two tensors differ: float64 by more than 1e-9 relative, float32 by more than its rounding, others at all."""
     problem = kinds_differ(got, want)
     if problem or not want.numel():
         return problem
     if got.dtype.is_complex:
         got, want = torch.view_as_real(got.resolve_conj()), torch.view_as_real(want.resolve_conj())
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(want.dtype, 0.0)
+    if tolerance is None:
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(want.dtype, 1e-2)
     if not want.dtype.is_floating_point:
         wrong = got != want
         return f"{int(wrong.sum())} of {want.numel()} elements differ" if bool(wrong.any()) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
@@ -87,7 +88,7 @@ def test_an_object_without_structure_is_refused_with_its_path():
 )
 def test_differences_in_words(before, now, message):
     (found,) = differences(parts(before)[0], parts(now)[0])
-    assert __import__("re").fullmatch(message, found)
+    assert re.fullmatch(message, found)
 
 
 def test_equal_structures_do_not_differ():

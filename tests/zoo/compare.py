@@ -109,7 +109,10 @@ def main(names: list[str]) -> None:
                 row["opaque"], row["traced"] = found.opaque, found.traced
             row["status"] = "agrees" if all(row[k]["agrees"] for k in KINDS) else "differs"  # type: ignore[index]
         except WholestepError as error:
-            row["status"], row["reason"] = "refused", str(error).splitlines()[-1] if not entry.failure else entry.failure
+            row["status"], row["reason"] = (
+                "refused",
+                str(error).splitlines()[-1] if not entry.failure else entry.failure,
+            )
         except AssertionError as error:
             row["status"], row["reason"] = "differs", str(error)
         results[name] = row

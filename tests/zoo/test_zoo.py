@@ -14,12 +14,59 @@ from . import KNOWN_FAILURES, ZOO
 from .compare import KINDS, LOSS_TOLERANCE, PARAMETER_TOLERANCE, compare
 
 #: one or two of each family run with every change; WHOLESTEP_ZOO=all runs the rest too
-CORE = (
-    "gpt2 gpt2-eager llama qwen3 gemma2 phi opt bloom falcon mpt xlnet bert bert-qa-eager roberta distilbert deberta-v2 "
-    "albert fnet modernbert t5 bart prophetnet resnet efficientnet mobilenet-v2 convnext vit swin segformer siglip "
-    "wav2vec2-classifier whisper mixtral deepseek-v3 mamba rwkv clip lstm-cells lstm dlrm wavenet mlp-mixer unet convnet "
-    "graph-index-add graph-attention tied-gpt checkpointed-gpt checkpointed-gpt-reentrant in-place frozen-backbone"
-).split()
+CORE = [
+    "gpt2",
+    "gpt2-eager",
+    "llama",
+    "qwen3",
+    "gemma2",
+    "phi",
+    "opt",
+    "bloom",
+    "falcon",
+    "mpt",
+    "xlnet",
+    "bert",
+    "bert-qa-eager",
+    "roberta",
+    "distilbert",
+    "deberta-v2",
+    "albert",
+    "fnet",
+    "modernbert",
+    "t5",
+    "bart",
+    "prophetnet",
+    "resnet",
+    "efficientnet",
+    "mobilenet-v2",
+    "convnext",
+    "vit",
+    "swin",
+    "segformer",
+    "siglip",
+    "wav2vec2-classifier",
+    "whisper",
+    "mixtral",
+    "deepseek-v3",
+    "mamba",
+    "rwkv",
+    "clip",
+    "lstm-cells",
+    "lstm",
+    "dlrm",
+    "wavenet",
+    "mlp-mixer",
+    "unet",
+    "convnet",
+    "graph-index-add",
+    "graph-attention",
+    "tied-gpt",
+    "checkpointed-gpt",
+    "checkpointed-gpt-reentrant",
+    "in-place",
+    "frozen-backbone",
+]
 CHOSEN = list(ZOO) if os.environ.get("WHOLESTEP_ZOO") == "all" else CORE
 
 

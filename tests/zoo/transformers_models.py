@@ -600,8 +600,15 @@ TRANSFORMERS: list[Entry] = [
     *EXPERTS,
     *STATE_SPACES,
     *MULTIMODAL,
-    entry("yoso", ENC, "YosoForMaskedLM", "YosoConfig", dict(TEXT, use_expectation=True), masked_batch,
-        note="an autograd.Function whose backward is not the derivative of its forward"),
+    entry(
+        "yoso",
+        ENC,
+        "YosoForMaskedLM",
+        "YosoConfig",
+        dict(TEXT, use_expectation=True),
+        masked_batch,
+        note="an autograd.Function whose backward is not the derivative of its forward",
+    ),
 ]
 
 # fmt: off

@@ -28,7 +28,7 @@ class Call:
 
 
 def lower(op: Op, device: torch.device) -> Call:
-    """The call that runs an op. Constants of pointwise ops are passed as numbers, so that ATen rounds them as eager does."""
+    """The call that runs an op. Pointwise ops take constants as numbers, so that ATen rounds them as eager does."""
     rule = getattr(op.definition, "evaluate", None)
     if rule is None:
         raise WholestepError(f"{op.name} (at {op.loc}) has neither an ATen implementation nor an expansion")

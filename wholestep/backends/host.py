@@ -75,5 +75,3 @@ def host_function(op: Op) -> Callable[..., Any] | None:
     if op.name == "step.div":
         return _divide if op.rounding == "none" else None
     return HOST.get(op.name)
-
-

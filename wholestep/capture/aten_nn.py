@@ -96,8 +96,7 @@ def _einsum(imp, equation, tensors, path=None):
     inputs, arrow, out = equation.partition("->")
     left, _, right = inputs.partition(",")
     if not arrow:
-        labels = sorted(set(left + right))
-        out = "".join(c for c in labels if (left + right).count(c) == 1)
+        out = "".join(c for c in sorted(set(left + right)) if (left + right).count(c) == 1)
     x, y = tensors
     if any(len(set(s)) != len(s) for s in (left, right, out)) or x.type.element is not y.type.element:
         return NotImplemented
@@ -127,8 +126,18 @@ def _tuple(value: Any, n: int) -> tuple[int, ...]:
     return tuple(value * n if len(value) == 1 else value)
 
 
-def conv(imp: Importer, x: Value, weight: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, groups: int,
-         transposed: bool = False, output_padding: Any = 0) -> Any:  # fmt: skip
+def conv(
+    imp: Importer,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    transposed: bool = False,
+    output_padding: Any = 0,
+) -> Any:
     b, n = imp.b, weight.type.rank - 2
     if x.type.element.kind != "float" or not _uniform(x, weight, bias):
         return NotImplemented
@@ -182,8 +191,8 @@ def _batched(imp: Importer, x: Value, n: int) -> Value | None:
     return x if x.type.rank == n + 2 else None
 
 
-def _max_pool(imp: Importer, n: int, x: Value, kernel, stride, padding, dilation, ceil_mode, indices: bool) -> Any:
-    b, x = imp.b, _batched(imp, x, n)
+def _max_pool(imp: Importer, n: int, given: Value, kernel, stride, padding, dilation, ceil_mode, indices: bool) -> Any:
+    b, x = imp.b, _batched(imp, given, n)
     if x is None:
         return NotImplemented
     kernel, stride = _window(x, n, kernel, stride)
@@ -205,7 +214,9 @@ def _register_pools() -> None:
             return _max_pool(imp, n, x, kernel_size, list(stride), padding, dilation, ceil_mode, True)
 
         @aten(f"avg_pool{n}d")
-        def avg_pool(imp, x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+        def avg_pool(
+            imp, x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+        ):
             b, x = imp.b, _batched(imp, x, n)
             if x is None or x.type.element.kind != "float":
                 return NotImplemented

@@ -44,10 +44,23 @@ def binary(imp: Importer, name: str, x: Any, y: Any, **attributes: Any) -> Value
     return getattr(imp.b, name)(operand(imp.b, x, element), operand(imp.b, y, element), **attributes)
 
 
-FLOAT_UNARY = (
-    "exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tanh sigmoid erf".split()
-)
-SAME_UNARY = "neg abs sign relu floor ceil trunc".split()
+FLOAT_UNARY = [
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log1p",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "erf",
+]
+SAME_UNARY = ["neg", "abs", "sign", "relu", "floor", "ceil", "trunc"]
 
 
 def _register_unary(name: str) -> None:
@@ -189,7 +202,7 @@ def _register_comparison(name: str) -> None:
         return getattr(imp.b, name)(operand(imp.b, x, element), operand(imp.b, y, element))
 
 
-for _name in "eq ne lt le gt ge".split():
+for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
     _register_comparison(_name)
 
 
@@ -586,7 +599,16 @@ def constant(imp: Importer, value: Any) -> Any:
     return imp.b.full(value, type.shape, type.element)
 
 
-@aten("zeros", "zeros_like", "new_zeros", "empty.memory_format", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+@aten(
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "empty.memory_format",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+)
 def _zeros(imp, *_, **__):
     return constant(imp, 0)
 
@@ -780,5 +802,3 @@ def _rrelu(imp, x, lower=1 / 8, upper=1 / 3, training=False, **_):
 def _log_sigmoid(imp, x):
     b = imp.b
     return b.sub(b.select(b.lt(x, 0), x, 0.0), b.log1p(b.exp(b.neg(b.abs(x)))))
-
-

@@ -63,7 +63,9 @@ def _movedim(imp, x, source, destination):
     return imp.b.transpose(x, order=tuple(places[i] if i in places else next(rest) for i in range(rank)))
 
 
-@aten("contiguous", "clone", "alias", "lift_fresh_copy", "lift_fresh", "lift", "resolve_conj", "resolve_neg", "positive")
+@aten(
+    "contiguous", "clone", "alias", "lift_fresh_copy", "lift_fresh", "lift", "resolve_conj", "resolve_neg", "positive"
+)
 def _same(imp, x, *_, **__):
     return x
 
@@ -129,7 +131,16 @@ def _split(imp: Importer, x: Value, dim: int) -> list[Value]:
     return out
 
 
-@aten("split.Tensor", "split_with_sizes", "chunk", "split.sizes", "tensor_split.sections", "tensor_split.indices", "unsafe_split.Tensor", "unsafe_chunk")
+@aten(
+    "split.Tensor",
+    "split_with_sizes",
+    "chunk",
+    "split.sizes",
+    "tensor_split.sections",
+    "tensor_split.indices",
+    "unsafe_split.Tensor",
+    "unsafe_chunk",
+)
 def _split_any(imp, x, _, dim=0):
     return _split(imp, x, dim)
 
@@ -137,9 +148,7 @@ def _split_any(imp, x, _, dim=0):
 @aten("unbind.int")
 def _unbind(imp, x, dim=0):
     dim = normalize_dim(dim, x.type.rank)
-    return [
-        imp.b.reshape(cut(imp.b, x, dim, i, i + 1), shape=type.shape) for i, type in enumerate(imp.expected)
-    ]
+    return [imp.b.reshape(cut(imp.b, x, dim, i, i + 1), shape=type.shape) for i, type in enumerate(imp.expected)]
 
 
 @aten("cat", "concat", "concatenate")
@@ -381,5 +390,3 @@ def _meshgrid(imp, xs, indexing="ij"):
         wide = b.reshape_to(x, tuple(x.type.size if j == place else 1 for j in range(len(shape))))
         out.append(b.broadcast_to(wide, shape))
     return out
-
-

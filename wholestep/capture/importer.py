@@ -63,7 +63,15 @@ IGNORED = {
 #: calls that give back their input itself when there is nothing to do
 MAYBE_ALIAS = {"reshape", "contiguous", "to", "flatten", "reshape_as", "type_as", "_unsafe_view", "float", "ravel"}
 #: calls that give back their input itself when nothing is dropped, though their schema does not say so
-MAYBE_INPUT = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d"}
+MAYBE_INPUT = {
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+}
 #: calls whose results are views of the tensors in a list, one by one
 VIEWS_OF_LISTS = {"broadcast_tensors", "meshgrid"}
 #: calls that update running statistics among their arguments, whatever their schema says
@@ -90,7 +98,7 @@ class Importer:
     # ---- graph walking -----------------------------------------------------------------------------------------------
 
     def run(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Imports a graph. Inputs are Refs, values or constants in placeholder order; returns the output structure as Refs."""
+        """Imports a graph. Inputs are Refs, values or constants in placeholder order; gives the outputs as Refs."""
         given = iter(inputs)
         outer = self.env
         self.env = {}
@@ -342,7 +350,9 @@ class Importer:
 
     def functional_with_statistics(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Batch norm: its running statistics are read, and written back where it trains."""
-        out, statistics = HANDLERS[str(target).removeprefix("aten.")](self, *self.read(args), **{k: self.read(v) for k, v in kwargs.items()})
+        out, statistics = HANDLERS[str(target).removeprefix("aten.")](
+            self, *self.read(args), **{k: self.read(v) for k, v in kwargs.items()}
+        )
         for ref, value in zip(args[3:5], statistics, strict=True):
             if isinstance(ref, Ref) and value is not None:
                 ref.write(self.b, value)
@@ -359,7 +369,7 @@ class Importer:
             self.no_grad = outer
             return out
         if name == "wrap_with_autocast":
-            device, dtype, enabled, cache, body, *inner = args
+            _, _, enabled, _, body, *inner = args
             if enabled:
                 raise CaptureError(
                     f"torch.autocast is enabled inside the model at {self.b.loc}; "

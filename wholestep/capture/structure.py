@@ -90,9 +90,7 @@ def differences(expected: Any, given: Any, path: str = "batch") -> Iterator[str]
     """What differs between two structures, in words."""
     if isinstance(expected, Leaf) or isinstance(given, Leaf):
         if type(expected) is not type(given):
-            want = "a tensor" if isinstance(expected, Leaf) else repr(expected)
-            have = "a tensor" if isinstance(given, Leaf) else _describe(given)
-            yield f"{path} was {want} when compiled and is {have} now"
+            yield f"{path} was {_describe(expected)} when compiled and is {_describe(given)} now"
     elif isinstance(expected, Structure) and isinstance(given, Structure):
         if expected.keys != given.keys or expected.kind is not given.kind:
             yield f"{path} was {_describe(expected)} when compiled and is {_describe(given)} now"
@@ -104,6 +102,8 @@ def differences(expected: Any, given: Any, path: str = "batch") -> Iterator[str]
 
 
 def _describe(structure: Any) -> str:
+    if isinstance(structure, Leaf):
+        return "a tensor"
     if isinstance(structure, Structure):
         return f"{structure.kind.__name__} with {list(structure.keys)}"
     return repr(structure)

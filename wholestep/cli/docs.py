@@ -18,9 +18,9 @@ def run(args: argparse.Namespace) -> int:
             f"{args.root.resolve()} is not a checkout of Wholestep (it has no folder 'wholestep'); "
             "run this from the checkout, or name it with --root"
         )
-    from wholestep.dialects import reference
+    from wholestep.dialects.reference import write_all
 
-    written = reference.write_all(args.root)
+    written = write_all(args.root)
     for path in written or ():
         print(path)
     return 0

@@ -89,9 +89,9 @@ class Executable:
         op = None
         try:
             with torch.no_grad():
-                for run, reads, writes, frees, op in self.calls:
+                for run, reads, writes, frees, op in self.calls:  # noqa: B007 - the handler below names the op
                     out = run(*[slots[i] for i in reads])
-                    if type(writes) is int:
+                    if isinstance(writes, int):
                         slots[writes] = out
                     else:
                         for slot, value in zip(writes, out, strict=True):

@@ -173,11 +173,11 @@ class TrainStep:
         names: list[str] = []
         structure = flatten(batch, tensors, names, "batch")
         exported = compiled.program.captured.exported
-        if structure != exported.batch_structure:
-            found = list(differences(exported.batch_structure, structure))
+        found = list(differences(exported.batch_structure, structure))
+        if found:
             raise InputError(
                 "the batch differs from the one the step was compiled for: "
-                + ("; ".join(found) or "its structure is another")
+                + "; ".join(found)
                 + ".\nTry: pass batches of one structure, or compile another step for this one"
             )
         device = compiled.executable.device

@@ -34,7 +34,7 @@ def active_values(block_ops: Sequence[Op], wrt: Sequence[Value], loss: Value) ->
 
 
 def gradients(b: StepBuilder, loss: Value, wrt: Sequence[Value], vjps: VjpCache) -> list[Value | None]:
-    """Emits the backward pass at the builder's insertion point; gives d loss / d value for each of `wrt`, None if zero."""
+    """Emits the backward pass at the insertion point; gives d loss / d value for each of `wrt`, None if zero."""
     ops = [op for op in b.block if op is not b.before and not op.definition.terminator]
     active = active_values(ops, wrt, loss)
     adjoint: dict[Value, Value] = {}

@@ -116,7 +116,11 @@ def describe(slots: list[Slot], results: list[Result]) -> tuple[list[dict], list
             res.append({"step.kind": result.kind})
         else:
             res.append(
-                {"step.kind": result.slot.kind, "step.name": result.slot.name, "step.donates": index[result.slot.source]}
+                {
+                    "step.kind": result.slot.kind,
+                    "step.name": result.slot.name,
+                    "step.donates": index[result.slot.source],
+                }
             )
     return args, res
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..capture.slots import Slot
 from ..dialects.step import StepBuilder
 from ..errors import OptimizerError
 from ..ir.core import Value
 from ..torch_private import optimizer_step_hooks
-from ..capture.slots import Slot
 
 
 @dataclass(frozen=True)

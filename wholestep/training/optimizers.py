@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..capture.slots import Slot
 from ..dialects.step import StepBuilder, step, tensor_type
 from ..errors import OptimizerError
 from ..ir.attributes import freeze
@@ -17,7 +18,6 @@ from ..ir.core import Value
 from ..ir.types import F64, TensorType
 from .optimizer_families import Family, Hyper, families
 from .optimizer_plan import OptimizerPlan, refuse_unsupported, step_function
-from ..capture.slots import Slot
 
 NUMBER = TensorType((), F64)
 

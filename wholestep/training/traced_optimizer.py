@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.slots import Slot
 from ..dialects.step import StepBuilder
 from ..errors import OptimizerError
 from ..ir.core import Value
 from ..ir.types import TensorType
 from .optimizer_plan import OptimizerPlan
 from .optimizer_trace import Layout, Path, Shadow, describe, is_constant, is_number, numbers_in, refuse, tensor_kind
-from ..capture.slots import Slot
 from .traced_numbers import evaluate
 from .update_template import Trace, instantiate, reachable, same_results, used_arguments
 

@@ -19,7 +19,6 @@ from ..ir.attributes import freeze
 from ..ir.core import Op, Value
 from ..torch_private import is_data_dependent
 
-
 #: recurrent layers of the library pick their kernels by the real tensors, so a trace on fake ones would not be theirs
 WHOLE_BACKWARD = ("lstm.", "gru.", "rnn_tanh.", "rnn_relu.")
 
@@ -32,9 +31,7 @@ class VjpCache:
         self._device = torch.device(device)
         self.traced: dict[str, int] = {}
 
-    def pull_back(
-        self, b: StepBuilder, op: Op, outgoing: list[Value | None], wanted: list[bool]
-    ) -> list[Value | None]:
+    def pull_back(self, b: StepBuilder, op: Op, outgoing: list[Value | None], wanted: list[bool]) -> list[Value | None]:
         """Gradients of the operands, as step ops."""
         attributes = {k: v for k, v in op.attributes.items() if k != "phase"}
         given = tuple(g is not None for g in outgoing)

@@ -1,7 +1,7 @@
 """`expand`: replaces ops by the smaller step ops they consist of, by each op's own `expand` rule.
 
-`expand{ops=adam}` expands one kind (names joined by `+`), `expand{ops=required}` those without an ATen implementation of
-their own, plain `expand` everything that can be, until nothing is left to expand.
+`expand{ops=adam}` expands one kind (names joined by `+`), `expand{ops=required}` those that ATen cannot run as it is,
+plain `expand` everything that can be, until nothing is left to expand.
 """
 
 from __future__ import annotations

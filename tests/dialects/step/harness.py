@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from wholestep.transforms.expand import expand_op
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, Value, add_function, finish_function, module, verify
 from wholestep.runtime.executor import Executable
+from wholestep.transforms.expand import expand_op
 
 torch.set_num_threads(1)
 

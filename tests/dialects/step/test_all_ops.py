@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wholestep.transforms.expand import expand_op
 from wholestep.dialects import context
 from wholestep.dialects.step import Roles, StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, add_function, finish_function, module, parse, print_module, verify
 from wholestep.runtime.executor import Executable
+from wholestep.transforms.expand import expand_op
 
 from .harness import close, flat, gradients, regroup
 from .samples import SAMPLES

@@ -215,9 +215,7 @@ class StepBuilder(Builder):
         if have == shape:
             return x
         lead = len(have) - len(shape)
-        dims = tuple(range(lead)) + tuple(
-            lead + i for i, d in enumerate(shape) if d == 1 and have[lead + i] != 1
-        )
+        dims = tuple(range(lead)) + tuple(lead + i for i, d in enumerate(shape) if d == 1 and have[lead + i] != 1)
         if dims:
             x = self.sum(x, dims=dims, keepdim=False)
         return self.reshape_to(x, shape)

@@ -88,7 +88,7 @@ def flatten_results(out: Any) -> list[Any]:
 
 
 def compact(x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-    """x without gaps in memory: some kernels take nothing else, and the `contiguous` calls of the model are not kept."""
+    """x without gaps in memory: some kernels take nothing else, and the model's `contiguous` calls are not kept."""
     if x.is_contiguous() or x.layout is not torch.strided:
         return x
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

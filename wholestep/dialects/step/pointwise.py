@@ -127,12 +127,8 @@ unary("log", torch.log, "Natural logarithm.", lambda b, dy, x, y: b.div(dy, x), 
 unary("log2", torch.log2, "Binary logarithm.", lambda b, dy, x, y: b.div(dy, b.mul(x, math.log(2))), cost=4)
 unary("log1p", torch.log1p, "log(1 + x).", lambda b, dy, x, y: b.div(dy, b.add(x, 1.0)), cost=4)
 unary("sqrt", torch.sqrt, "Square root.", lambda b, dy, x, y: b.div(dy, b.mul(y, 2.0)), cost=2)
-unary(
-    "rsqrt", torch.rsqrt, "1 / sqrt(x).", lambda b, dy, x, y: b.mul(b.mul(dy, b.pow(y, 3.0)), -0.5), cost=2
-)
-unary(
-    "reciprocal", torch.reciprocal, "1 / x.", lambda b, dy, x, y: b.neg(b.mul(dy, b.mul(y, y))), cost=2
-)
+unary("rsqrt", torch.rsqrt, "1 / sqrt(x).", lambda b, dy, x, y: b.mul(b.mul(dy, b.pow(y, 3.0)), -0.5), cost=2)
+unary("reciprocal", torch.reciprocal, "1 / x.", lambda b, dy, x, y: b.neg(b.mul(dy, b.mul(y, y))), cost=2)
 unary("sin", torch.sin, "Sine.", lambda b, dy, x, y: b.mul(dy, b.cos(x)), cost=8)
 unary("cos", torch.cos, "Cosine.", lambda b, dy, x, y: b.neg(b.mul(dy, b.sin(x))), cost=8)
 unary("tanh", torch.tanh, "Hyperbolic tangent.", lambda b, dy, x, y: b.tanh_grad(dy, y), cost=8)
