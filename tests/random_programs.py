@@ -1,7 +1,7 @@
 """Random small programs for the property tests: each move draws an op that fits the tensors made so far.
 
 A program is a list of moves on a growing pool of tensors; running it again on the same inputs does the same, so eager
-PyTorch, a trace and a captured program can be compared. Pool members may be views of each other, and moves write to them.
+PyTorch, a trace and a captured program can be compared. Pool members may be views of each other, written by moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Program:
         for move in self.moves:
             pool += move(pool)
         made = [t for t in pool[len(inputs) :] if t.is_floating_point()]
-        total = sum((t * t).sum(dtype=torch.float64) * 0.1 + t.sum(dtype=torch.float64) * math.sin(i) for i, t in enumerate(made))
+        total = sum(
+            (t * t).sum(dtype=torch.float64) * 0.1 + t.sum(dtype=torch.float64) * math.sin(i)
+            for i, t in enumerate(made)
+        )
         return [*pool[len(inputs) :], torch.as_tensor(total)]
 
 
@@ -315,7 +318,11 @@ def reduction(draw: Draw, program: Program, pool: Pool) -> Move | None:
     i = pick(draw, pool, 1)
     if i is None:
         return None
-    function, dim, keep = REDUCTIONS[draw(st.sampled_from(sorted(REDUCTIONS)))], dimension(draw, pool[i]), draw(st.booleans())
+    function, dim, keep = (
+        REDUCTIONS[draw(st.sampled_from(sorted(REDUCTIONS)))],
+        dimension(draw, pool[i]),
+        draw(st.booleans()),
+    )
     return lambda p: [function(p[i], dim, keep)]
 
 
@@ -388,7 +395,9 @@ def product(draw: Draw, program: Program, pool: Pool) -> Move | None:
     if kind == "einsum":
         return lambda p: [torch.einsum("...i,...i->...", p[i], p[i])]
     # the weight is made of the input, so that its gradient is asked for too
-    return lambda p: [F.linear(p[i], (p[i].reshape(-1, size)[:1] + 0.1).expand(3, size).contiguous(), p[i].sum().expand(3))]
+    return lambda p: [
+        F.linear(p[i], (p[i].reshape(-1, size)[:1] + 0.1).expand(3, size).contiguous(), p[i].sum().expand(3))
+    ]
 
 
 MOVES = [

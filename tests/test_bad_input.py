@@ -69,7 +69,7 @@ def test_mixed_dtypes(where):
 
 def test_optimizer_of_another_model():
     refused(
-        r"the optimizer holds 4 of 4 parameters that are not the model's; build the optimizer from model.parameters\(\)",
+        r"holds 4 of 4 parameters that are not the model's; build the optimizer from model.parameters\(\)",
         optimizer=sgd(fresh(Perceptron)),
     )
 

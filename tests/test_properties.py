@@ -36,7 +36,9 @@ def eager(program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if not results[-1].requires_grad:
         return [t.detach() for t in results], [torch.zeros_like(t) for t in leaves]
     found = torch.autograd.grad(results[-1], leaves, allow_unused=True)
-    return [t.detach() for t in results], [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+    return [t.detach() for t in results], [
+        torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)
+    ]
 
 
 @settings(max_examples=100 * SCALE, **CI)
@@ -127,11 +129,15 @@ def networks(draw):
         elif kind == "pointwise":
             layers.append(torch.nn.Conv2d(c, c, 1))
         elif kind == "residual":
-            layers.append(Residual(torch.nn.Sequential(draw(st.sampled_from(norms))(c), torch.nn.Conv2d(c, c, 3, padding=1))))
+            layers.append(
+                Residual(torch.nn.Sequential(draw(st.sampled_from(norms))(c), torch.nn.Conv2d(c, c, 3, padding=1)))
+            )
         elif kind == "gate":
             layers.append(Gate())
         elif kind == "pool":
-            layers.append(draw(st.sampled_from([torch.nn.MaxPool2d(2, 1, 1), torch.nn.AvgPool2d(2, 1)])) if size > 2 else Gate())
+            layers.append(
+                draw(st.sampled_from([torch.nn.MaxPool2d(2, 1, 1), torch.nn.AvgPool2d(2, 1)])) if size > 2 else Gate()
+            )
         else:
             layers.append(torch.nn.ConvTranspose2d(c, c, 3, padding=1))
         layers.append(draw(st.sampled_from(norms))(c))

@@ -1045,6 +1045,18 @@ irdl.dialect @step {
     irdl.results(ys: variadic %c1)
     irdl.attributes { "target" = %c2, "arguments" = %c3, "keywords" = %c4 }
   }
+  irdl.operation @opaque_grad {
+    %c0 = irdl.any
+    %c1 = irdl.any
+    %c2 = irdl.base "#builtin.string"
+    %c3 = irdl.base "#builtin.array"
+    %c4 = irdl.base "#builtin.dictionary"
+    %c5 = irdl.base "#builtin.dense_array"
+    %c6 = irdl.base "#builtin.dense_array"
+    irdl.operands(xs: variadic %c0)
+    irdl.results(dxs: variadic %c1)
+    irdl.attributes { "target" = %c2, "arguments" = %c3, "keywords" = %c4, "wanted" = %c5, "given" = %c6 }
+  }
   irdl.operation @pad {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"

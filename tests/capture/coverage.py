@@ -1,7 +1,7 @@
 """docs/coverage.md: what PyTorch's op samples and the zoo's networks come to, generated, never written by hand.
 
-`python -m tests.capture.coverage --write` examines every op and writes the page; without `--write` it prints verdicts of
-the ops that a pattern names. `--networks` renews only the networks' section, from tests/zoo/results.json.
+`python -m tests.capture.coverage --write` examines every op and writes the page; without `--write` it prints verdicts
+of the ops that a pattern names. `--networks` renews only the networks' section, from tests/zoo/results.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {
 }
 MEANING = {
     RULE: "only curated ops of the step dialect and their own derivative rules are used",
-    TRACED: "an operator runs as `step.opaque`, or a derivative is traced from PyTorch's autograd; results are as right",
+    TRACED: "an operator runs as `step.opaque`, or a derivative is traced from PyTorch's autograd; as right",
     "partly": "some samples are right, some are refused with a clear error: the note says why",
     "refused": "every sample is refused with a clear error: the note says why",
     "not applicable": "no sample with real, dense tensors runs in eager PyTorch on this machine",
@@ -44,8 +44,8 @@ What capture, differentiation and execution make of operators and networks that 
 ## Operators
 
 Every entry of PyTorch's own test database (`torch.testing._internal.common_methods_invocations.op_db`) goes through the
-real importer, our autodiff and the reference executor: up to {LIMITS[0]} samples per op that rules cover and {LIMITS[1]} per other op,
-spread over those that PyTorch has (`WHOLESTEP_ALL_SAMPLES=1` takes them all), and besides them non-contiguous,
+real importer, our autodiff and the reference executor: up to {LIMITS[0]} samples per op that rules cover and
+{LIMITS[1]} per other op, spread over those that PyTorch has (`WHOLESTEP_ALL_SAMPLES=1` takes them all), and besides them non-contiguous,
 in-place, float32, integer and boolean ones. Values must equal eager PyTorch's and float64 gradients those of
 `torch.autograd`, to 1e-9 relative. Where an op draws random numbers its gradient must be the slope of our own program
 under the same random key. There is no row for a wrong answer: one would fail the test.
@@ -91,7 +91,8 @@ def handlers_section(reached: set[str]) -> list[str]:
 
     missed = sorted(set(HANDLERS) - reached)
     return [
-        f"Capture maps {len(HANDLERS)} ATen overloads to curated ops; the samples reach {len(HANDLERS) - len(missed)} of them. "
+        f"Capture maps {len(HANDLERS)} ATen overloads to curated ops; the samples reach "
+        f"{len(HANDLERS) - len(missed)} of them. "
         "Not reached, mostly because only backward passes and decompositions call them:",
         "",
         ", ".join(f"`{name}`" for name in missed) + ".",
@@ -107,7 +108,7 @@ def networks_section() -> list[str]:
     lines = [
         NETWORKS,
         "",
-        "Ten training steps in float32 on CPU, compiled and eager side by side (`python -m tests.zoo.compare`): the largest",
+        "Ten training steps in float32 on CPU, compiled and eager side by side (`python -m tests.zoo.compare`): largest",
         "relative difference of a loss and the largest difference of a parameter, with AdamW and with SGD.",
         "",
         "| network | family | status | loss, AdamW | parameters, AdamW | loss, SGD | parameters, SGD | note |",

@@ -173,7 +173,12 @@ def cases(info: Any, dtypes: list[torch.dtype]) -> Iterator[tuple[str, Callable[
     if in_place is not None:
         fit = [s for s in samples if isinstance(s.input, torch.Tensor) and not s.broadcasts_input]
         for i, sample in enumerate(fit[:few]):
-            yield f"in-place sample {i} in {main}", in_place_of(in_place), sample, grad and info.supports_inplace_autograd
+            yield (
+                f"in-place sample {i} in {main}",
+                in_place_of(in_place),
+                sample,
+                grad and info.supports_inplace_autograd,
+            )
     for dtype in others:
         for i, sample in enumerate(samples_of(info, dtype, False, few)):
             yield f"sample {i} in {dtype}", info.op, sample, False

@@ -83,7 +83,17 @@ def shuffled(m, x):
     return m.layer(x) if np.random.rand() < 0.3 else x * m.layer(x)  # LINE shuffled
 
 
+def convert(m, x):
+    return m.layer.to(torch.float64)(x.double()).float()  # LINE convert
+
+
+def no_shapes(m, x):
+    return torch.nn.functional.ctc_loss(m.layer(x)[:, None], torch.ones(1, 1).long(), (3,), (1,))  # LINE no_shapes
+
+
 REFUSED = [
+    (convert, r"a module is moved or converted \(.to\(\), .half\(\)\) inside forward", "before the step is compiled"),
+    (no_shapes, "the shape of an operator's result is not known", "replace the operator"),
     (branch, "depends on the values in a tensor", "torch.where"),
     (repeat, "depends on the values in a tensor", "torch.where"),
     (condition, "depends on the values in a tensor", "torch.where"),
@@ -131,7 +141,7 @@ def test_python_counters_that_steer_the_program_are_refused_and_restored():
         return m.layer(x) * m.calls
 
     model = fresh(lambda: Body(count, calls=3))
-    with pytest.raises(CaptureError, match=r"changes the Python attribute calls[\s\S]*make it a buffer"):
+    with pytest.raises(CaptureError, match=r"in Body.forward\n[\s\S]*Python attribute calls[\s\S]*make it a buffer"):
         ws.compile(model, squares, sgd(model), (data(3, 4),))
     assert model.calls == 3
 

@@ -295,7 +295,7 @@ def test_real_ctrl_c_finds_a_step_border(tmp_path):
 
 
 def test_errors_of_a_step_are_ours_or_torchs():
-    model, _, step = prepared(False)
+    _, _, step = prepared(False)
     calls = step._compiled.executable.calls
     index = next(i for i, call in enumerate(calls) if call[4].loc.layer == "3")
 

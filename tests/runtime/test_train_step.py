@@ -1,4 +1,4 @@
-"""`TrainStep` beside eager PyTorch: the model and the optimizer stay the truth, whatever is mixed with compiled steps."""
+"""`TrainStep` beside eager PyTorch: the model and the optimizer stay the truth, whatever is mixed with its steps."""
 
 from __future__ import annotations
 
@@ -304,9 +304,9 @@ def test_under_autocast_is_refused():
     model = fresh(Perceptron)
     step = ws.compile(model, squares, sgd(model), (X,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(InputError, match="torch.autocast is on where the step is called"):
+        with pytest.raises(InputError, match=r"torch\.autocast is on where the step is called"):
             step(X)
-        with pytest.raises(InputError, match="torch.autocast is on where the step is compiled"):
+        with pytest.raises(InputError, match=r"torch\.autocast is on where the step is compiled"):
             ws.compile(model, squares, sgd(model), (X,))
 
 

@@ -316,7 +316,7 @@ class TiedGPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.position
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], ids.device, x.dtype)
         for block in self.blocks:
             if self.checkpointed:
                 x = checkpoint(block, x, mask, use_reentrant=self.reentrant)

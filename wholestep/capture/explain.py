@@ -60,7 +60,7 @@ ADVICE = (
         "stay with torch operations, or do it before the step",
     ),
     Advice(
-        ("does not have a fake impl", "no fake impl", "Unsupported operator", "not supported on fake", "meta kernel"),
+        ("UnsupportedOperator", "does not have a fake impl", "no fake impl", "not supported on fake", "meta kernel"),
         "an operator has no shape function, so its result is unknown before it runs",
         "register one with torch.library.register_fake, or replace the operator",
     ),
@@ -73,6 +73,16 @@ ADVICE = (
         ("FakeTensor Device Propagation", "on different device", "on the same device"),
         "tensors on different devices meet in one operation",
         "create tensors on the device of their neighbours (device=x.device), or make them buffers of the model",
+    ),
+    Advice(
+        ("DynamicOutputShape",),
+        "the shape of an operator's result is not known before it runs",
+        "replace the operator, or mask with torch.where instead of selecting",
+    ),
+    Advice(
+        ("_apply(): Couldn't swap",),
+        "a module is moved or converted (.to(), .half()) inside forward",
+        "convert it once, before the step is compiled",
     ),
     Advice(
         ("fake tensor in the exported program constant",),
@@ -127,6 +137,15 @@ def current_line() -> Place | None:
             return place_of(frame)
         frame = frame.f_back
     return None
+
+
+def forward_line(module: Any) -> Place | None:
+    """Where a module's forward begins, for what is not one line's doing."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return Place(code.co_filename, code.co_firstlineno, f"{type(module).__name__}.forward", text)
 
 
 def in_torch_check() -> bool:

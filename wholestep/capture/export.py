@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import CaptureError, InputError, WholestepError
 from .custom_functions import AppliedFunction, traced_functions
-from .explain import explain, refuse
+from .explain import explain, forward_line, refuse
 from .layerdrop import RandomBranches
 from .sandbox import Attributes, extreme_draws, keep_random_state, python_random_state, quiet, random_line
 from .structure import find_loss, flatten, unflatten
@@ -71,7 +71,7 @@ class Wrapper(nn.Module):
                     f"forward replaces the buffer {name} of {type(module).__name__} by a tensor of another shape or "
                     "dtype",
                     "keep buffers of one size for the whole training",
-                    None,
+                    forward_line(module),
                 )
             with torch.no_grad():
                 before.copy_(now)
@@ -183,10 +183,10 @@ def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
             if counted:
                 notes["after"].repeat()
                 try:
-                    check_python_state(program, trace, counted)
+                    check_python_state(program, trace, counted, attributes)
                 finally:
                     attributes.restore()
-        warn_lost_tensors(notes["changes"], program)
+        check_lost_tensors(notes["changes"], program, attributes)
     return Exported(program, names, structure, notes["structure"], notes["names"], notes["loss"], notes["functions"])
 
 
@@ -212,7 +212,9 @@ def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> N
             )
 
 
-def check_python_state(program: Any, trace: Callable[[], tuple[Any, Any]], counted: list[tuple[str, str]]) -> None:
+def check_python_state(
+    program: Any, trace: Callable[[], tuple[Any, Any]], counted: list[tuple[str, str]], attributes: Attributes
+) -> None:
     """Refuses a program that depends on a Python attribute which forward itself changes, such as a step counter.
 
     The modules are as forward left them: what is captured now is the next step.
@@ -227,7 +229,7 @@ def check_python_state(program: Any, trace: Callable[[], tuple[Any, Any]], count
             f"forward changes the Python attribute {names} of the model and computes with it; a compiled step would "
             "always see its present value",
             "make it a buffer: self.register_buffer(name, torch.tensor(0.0)), changed with add_",
-            None,
+            forward_line(attributes.modules[counted[0][0]]),
         )
 
 
@@ -239,7 +241,7 @@ def same_program(one: Any, other: Any) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all()) for a, b in pairs)
 
 
-def warn_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: Any) -> None:
+def check_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: Any, attributes: Attributes) -> None:
     """Tensors that forward keeps in plain attributes: refused where the program reads them, else said in a warning."""
     used = {t.data_ptr() for t in program.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
     lost = []
@@ -251,7 +253,7 @@ def warn_lost_tensors(changes: dict[tuple[str, str], tuple[Any, Any]], program: 
             raise refuse(
                 f"forward reads and replaces the tensor {name}, which is neither a parameter nor a buffer",
                 f"register it with self.register_buffer({where[1]!r}, ...), so that the step carries it along",
-                None,
+                forward_line(attributes.modules[where[0]]),
             )
         lost.append(name)
     if lost:
