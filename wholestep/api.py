@@ -17,6 +17,7 @@ from .errors import InputError
 from .ir.verify import verify as verify_ir
 from .runtime.executor import Executable
 from .runtime.train_step import Compiled, TrainStep
+from .torch_private import has_backward_hooks, has_gradient_hooks
 from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
@@ -149,7 +150,7 @@ def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
     for name, p in parameters.items():
         check_parameter(name, p)
     for path, module in (*model.named_modules(), *(loss_fn.named_modules() if isinstance(loss_fn, nn.Module) else ())):
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise InputError(
                 f"module {path or type(module).__name__} has backward hooks, which a compiled step would not call; "
                 "remove them (forward hooks are part of the program)"
@@ -180,7 +181,7 @@ def check_ownership(parameters: dict[str, nn.Parameter], optimizer: torch.optim.
 
 
 def check_parameter(name: str, p: nn.Parameter) -> None:
-    if p._backward_hooks or p._post_accumulate_grad_hooks:
+    if has_gradient_hooks(p):
         raise InputError(
             f"parameter {name} has gradient hooks, which a compiled step would not call; remove them "
             "(clip_norm= clips inside the step)"

@@ -69,3 +69,13 @@ def is_data_dependent(error: BaseException) -> bool:
         GuardOnDataDependentSymNode,
     )
     return isinstance(error, kinds)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether autograd would call somebody's hook with this parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether autograd would call somebody's hook on its way back through this module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -134,7 +134,9 @@ def apply(function: Any, original: Any, kept: list[AppliedFunction], *args: Any,
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return out
         # as in eager: a reentrant checkpoint none of whose inputs needs a gradient gives none to its parameters either
-        return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+        tensors: list[torch.Tensor] = []
+        structure = flatten(out, tensors, [])
+        return unflatten(structure, [t.detach() for t in tensors])
     if function.__module__.startswith("torch."):
         return original(*args, **kwargs)
     if kwargs:
