@@ -45,10 +45,10 @@ What capture, differentiation and execution make of operators and networks that 
 
 Every entry of PyTorch's own test database (`torch.testing._internal.common_methods_invocations.op_db`) goes through the
 real importer, our autodiff and the reference executor: up to {LIMITS[0]} samples per op that rules cover and
-{LIMITS[1]} per other op, spread over those that PyTorch has (`WHOLESTEP_ALL_SAMPLES=1` takes them all), and besides them
-non-contiguous, in-place, float32, integer and boolean ones. Values must equal eager PyTorch's and float64 gradients those of
-`torch.autograd`, to 1e-9 relative. Where an op draws random numbers its gradient must be the slope of our own program
-under the same random key. There is no row for a wrong answer: one would fail the test.
+{LIMITS[1]} per other op, spread over those that PyTorch has (`WHOLESTEP_ALL_SAMPLES=1` takes them all), and
+non-contiguous, in-place, float32, integer and boolean ones besides. Values must equal eager PyTorch's and float64
+gradients those of `torch.autograd`, to 1e-9 relative. Where an op draws random numbers its gradient must be the slope
+of our own program under the same random key. There is no row for a wrong answer: one would fail the test.
 """
 
 

@@ -556,10 +556,10 @@ def same_storage(node: fx.Node) -> bool:
     if source.shape == result.shape and source.stride() == result.stride():
         return True
     try:
-        probe.view([concrete(d) for d in result.shape])
+        seen = probe.view([concrete(d) for d in result.shape])
     except RuntimeError:
         return False
-    return True
+    return list(seen.stride()) == [concrete(d) for d in result.stride()]
 
 
 def given_arguments(node: fx.Node) -> dict[str, Any]:

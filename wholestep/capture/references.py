@@ -12,11 +12,8 @@ from ..dialects.step import StepBuilder
 from ..ir.core import Op, Value
 
 VIEW_OPS = {"step.reshape", "step.transpose", "step.slice", "step.detach", "step.broadcast"}
-#: views that only ATen makes, with the operator that writes through them
-SCATTERS = {
-    "aten.diagonal.default": "aten.diagonal_scatter.default",
-    "aten.as_strided.default": "aten.as_strided_scatter.default",
-}
+#: views that only ATen makes, with the operator that writes through them (as_strided has one with a wrong gradient)
+SCATTERS = {"aten.diagonal.default": "aten.diagonal_scatter.default"}
 HIDDEN_CHANGE = (
     "a tensor with a gradient is changed in place where gradients are switched off (no_grad or detach), "
     "so its values and its gradient would no longer belong together; change a copy: x = x.detach().clone()"
