@@ -5,6 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import _set_grad_enabled as set_grad_marker
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["FakeTensorMode", "HigherOrderOperator", "OpOverload", "make_fx", "set_grad_marker"]
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of a registered operator: name, arguments with types and aliasing, whether it mutates."""
+    return operator._schema
 
 
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:

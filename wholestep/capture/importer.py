@@ -19,7 +19,7 @@ from ..dialects.step.opaque import encode_argument
 from ..errors import CaptureError
 from ..ir.core import UNKNOWN, Location, Value
 from ..ir.types import TensorType
-from ..torch_private import static_number
+from ..torch_private import HigherOrderOperator, OpOverload, schema_of, set_grad_marker, static_number
 from .references import HIDDEN_CHANGE, Ref, fresh, has_history, view
 
 Handler = Callable[..., Any]
@@ -165,11 +165,11 @@ class Importer:
         args, kwargs = self.resolve(node.args), self.resolve(node.kwargs)
         if target is operator.getitem:
             return args[0][args[1]]
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             return self.higher_order(node, target, args, kwargs)
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return self.python_call(node, target, args, kwargs)
-        packet = target._schema.name.split("::")[1]
+        packet = schema_of(target).name.split("::")[1]
         if packet in IGNORED:
             return None
         if packet.startswith("sym_"):
@@ -180,7 +180,7 @@ class Importer:
                 raise ValueError("it changes its running statistics unseen; call torch.nn.functional.batch_norm")
             if packet in WITH_STATISTICS:
                 return self.functional_with_statistics(node, target, args, kwargs)
-            if target._schema.is_mutable:
+            if schema_of(target).is_mutable:
                 return self.in_place(node, target, packet, args, kwargs)
             return self.functional(node, target, packet, args, kwargs)
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -233,7 +233,7 @@ class Importer:
 
     def opaque(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """Any operator without a handler, as it is."""
-        schema = target._schema
+        schema = schema_of(target)
         if schema.is_mutable:
             raise ValueError("this in-place operator has no functional form here; write it without the underscore")
         if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
@@ -389,7 +389,7 @@ class Importer:
         """Arithmetic on sizes: done now, since sizes are static."""
         if "val" in node.meta and isinstance(node.meta["val"], torch.SymInt | torch.SymBool | torch.SymFloat):
             return concrete(node.meta["val"])
-        if target is torch._C._set_grad_enabled:  # a marker without a result
+        if target is set_grad_marker:  # a marker without a result
             self.no_grad = not args[0]
             return None
         name = getattr(target, "__name__", str(target))
@@ -451,7 +451,7 @@ def concrete(value: Any) -> Any:
 
 def draws_nothing(target: Any, args: Any, kwargs: Any) -> bool:
     """Whether a random operator is called with a dropout probability of zero."""
-    names = [a.name for a in target._schema.arguments]
+    names = [a.name for a in schema_of(target).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return any(given.get(name) == 0 for name in ("dropout", "dropout_p", "p") if name in given)
 
@@ -536,7 +536,7 @@ def check_types(target: Any, out: Any, expected: list[TensorType]) -> None:
 
 def aliases_input(target: Any) -> bool:
     """Whether the operator's schema says that a result shares storage with its first argument."""
-    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    first = schema_of(target).arguments[0].alias_info if schema_of(target).arguments else None
     return first is not None and not first.is_write
 
 
@@ -564,7 +564,7 @@ def same_storage(node: fx.Node) -> bool:
 
 def given_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator's call by name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [a.name for a in schema_of(node.target).arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -577,17 +577,17 @@ def check_dense(node: fx.Node) -> None:
 
 def functional_twin(target: Any, values: Any, named: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """The functional form of an in-place operator, and its arguments in the order it takes them."""
-    own = {a.name: str(a.type) for a in target._schema.arguments}
-    name = target._schema.name.split("::")[1][:-1]
+    own = {a.name: str(a.type) for a in schema_of(target).arguments}
+    name = schema_of(target).name.split("::")[1][:-1]
     packet = getattr(getattr(torch.ops, target.namespace), name, None)
     overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
-    overloads = [o for o in overloads if not o._schema.is_mutable]
+    overloads = [o for o in overloads if not schema_of(o).is_mutable]
     overloads.sort(key=lambda o: o._overloadname != target._overloadname)  # the same name first
     for found in overloads:
-        if [str(a.type) for a in found._schema.arguments] == list(own.values()):
+        if [str(a.type) for a in schema_of(found).arguments] == list(own.values()):
             return found, values, named
     for found in overloads:  # polygamma takes its arguments in another order
-        arguments = found._schema.arguments
+        arguments = schema_of(found).arguments
         if {a.name: str(a.type) for a in arguments} == own and not any(a.kwarg_only for a in arguments):
             given = dict(zip(own, values, strict=False)) | named
             return found, [given.get(a.name, a.default_value) for a in arguments], {}
@@ -596,11 +596,11 @@ def functional_twin(target: Any, values: Any, named: Any) -> tuple[Any, list[Any
 
 def functional_of_out(target: Any) -> Any:
     """The overload of an operator that returns what this one writes to `out=`."""
-    own = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    own = [(a.name, str(a.type)) for a in schema_of(target).arguments if not a.is_out]
     packet = target.overloadpacket
     for name in packet.overloads():
         found = getattr(packet, name)
-        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == own:
+        if not schema_of(found).is_mutable and [(a.name, str(a.type)) for a in schema_of(found).arguments] == own:
             return found
     raise ValueError("this operator has no form without out=")
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..capture.importer import import_graph
 from ..dialects.step import StepBuilder, torch_dtype
 from ..errors import DifferentiationError
 from ..ir.attributes import freeze
 from ..ir.core import Op, Value
-from ..torch_private import is_data_dependent
+from ..torch_private import FakeTensorMode, is_data_dependent, make_fx
 
 #: recurrent layers of the library pick their kernels by the real tensors, so a trace on fake ones would not be theirs
 WHOLE_BACKWARD = ("lstm.", "gru.", "rnn_tanh.", "rnn_relu.")

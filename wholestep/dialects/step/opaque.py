@@ -10,6 +10,7 @@ import torch
 from ...ir.core import Op
 from ...ir.dialect import AnyType, Attr, Operand, Result
 from ...ir.types import ScalarType
+from ...torch_private import schema_of
 from .base import StepOp, ir_dtype, step, torch_dtype
 
 # How arguments that are not tensors are written in the `arguments` attribute.
@@ -123,7 +124,7 @@ class Opaque(StepOp):
     @staticmethod
     def evaluate(op: Op):
         call, single = Opaque.call(op), len(op.results) == 1
-        takes_device = any(a.name == "device" for a in resolve(op.target)._schema.arguments)
+        takes_device = any(a.name == "device" for a in schema_of(resolve(op.target)).arguments)
 
         def run(*tensors, device=None):
             more = {"device": device} if takes_device and device is not None else {}
