@@ -531,8 +531,11 @@ def _var_mean(imp, x, dim=None, correction=1, keepdim=False):
     ]
 
 
-def root(b: StepBuilder, x: Value) -> Value:
+def root(imp: Importer, x: Value) -> Value:
     """The square root of a sum of squares, with no gradient where it is zero, as autograd has it."""
+    b = imp.b
+    if not imp.differentiable:
+        return b.sqrt(x)
     zero = b.eq(x, 0)
     return b.select(zero, 0.0, b.sqrt(b.select(zero, 1.0, x)))
 
@@ -540,13 +543,13 @@ def root(b: StepBuilder, x: Value) -> Value:
 @aten("std.correction")
 def _std(imp, x, dim=None, correction=1, keepdim=False):
     found = _var(imp, x, dim, correction, keepdim)
-    return found if found is NotImplemented else root(imp.b, found)
+    return found if found is NotImplemented else root(imp, found)
 
 
 @aten("std.dim", "std")
 def _std_dim(imp, x, dim=None, unbiased=True, keepdim=False):
     found = _var_dim(imp, x, dim, unbiased, keepdim)
-    return found if found is NotImplemented else root(imp.b, found)
+    return found if found is NotImplemented else root(imp, found)
 
 
 @aten("linalg_vector_norm")
@@ -554,7 +557,7 @@ def _vector_norm(imp, x, order=2, dim=None, keepdim=False, dtype=None):
     if order != 2 or imp.expected[0].element.bits < 32 or x.type.rank == 0:
         return NotImplemented
     x = imp.b.cast_to(x, imp.expected[0].element)
-    return root(imp.b, imp.b.sum(imp.b.mul(x, x), dims=all_dims(x, dim), keepdim=keepdim))
+    return root(imp, imp.b.sum(imp.b.mul(x, x), dims=all_dims(x, dim), keepdim=keepdim))
 
 
 @aten("cumsum")

@@ -84,6 +84,9 @@ RANDOM_IN_PLACE = {"uniform_", "normal_", "bernoulli_", "exponential_"}
 class Importer:
     """The state of one import: the builder, the values of the nodes, where random ops take their key from."""
 
+    #: whether gradients may be asked for of what is imported
+    differentiable = True
+
     def __init__(self, b: StepBuilder, random_key: Callable[[], Value] | None = None, strip: str = ""):
         self.b = b
         self.random_key = random_key

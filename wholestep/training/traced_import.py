@@ -25,6 +25,8 @@ CALLS: dict[str, Callable[..., Any]] = {}
 class OptimizerImporter(Importer):
     """Imports one trace. `leaf(name)` gives the value of a number the program takes as input."""
 
+    differentiable = False
+
     def __init__(self, b: StepBuilder, session: Session, leaf: Callable[[Any], Value], items: list[fx.Node]):
         super().__init__(b)
         self.session, self.leaf, self.item_nodes = session, leaf, items
