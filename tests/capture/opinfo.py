@@ -6,7 +6,6 @@ by us and compared with eager PyTorch and its autograd. `examine` sums the sampl
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import re
@@ -114,7 +113,8 @@ def spread(samples: Iterator[Any], limit: int) -> list[Any]:
     """Up to `limit` of the samples, evenly spread over the first two hundred."""
     if ALL_SAMPLES:
         return list(samples)
-    found = list(itertools.islice(samples, 200))
+    # read to its end: a generator left half-way would restore the gradient mode when it is collected, inside a trace
+    found = [sample for i, sample in enumerate(samples) if i < 200]
     if len(found) <= limit:
         return found
     return [found[round(i * (len(found) - 1) / max(1, limit - 1))] for i in range(limit)]
