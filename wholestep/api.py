@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,22 @@ from . import machine
 from .capture.capture import capture, named_state
 from .capture.structure import flatten
 from .errors import InputError
+from .ir.passes import run_pipeline
 from .ir.verify import verify as verify_ir
+from .options import Options, Scaling
+from .runtime.batches import first_micro_batch
 from .runtime.executor import Executable
+from .runtime.saved import read_step, reading
 from .runtime.train_step import Compiled, TrainStep
 from .torch_private import has_backward_hooks, has_gradient_hooks
 from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
+from .training.precision import parse_precision
+from .transforms import casts, regenerate  # noqa: F401  (they register their passes)
+
+#: what every program goes through once it is whole
+PIPELINE = "place-casts,cse,dce,regenerate"
 
 
 def compile(
@@ -29,59 +38,132 @@ def compile(
     optimizer: torch.optim.Optimizer,
     example_batch: Any,
     *,
+    precision: str | Mapping[str, str] = "fp32",
     clip_norm: float | None = None,
+    clip_value: float | None = None,
+    accumulate: int = 1,
+    skip_nonfinite: bool = False,
+    loss_scale: float | Mapping[str, float] | None = None,
+    ema: float | None = None,
+    shapes: str = "static",
+    max_variants: int = 8,
+    pad: Mapping[str, float] | None = None,
     verify: bool = False,
 ) -> TrainStep:
     """Compiles one whole training step: forward, loss, backward, clipping and the optimizer's update.
 
     loss_fn: `loss_fn(model, *batch)`, or `loss_fn(output, target)`, or None where the model returns its own loss.
     example_batch: a tuple of tensors (or a nesting of them), or a mapping for keyword batches. Later batches have the
-        same structure, shapes and dtypes.
-    clip_norm: clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`.
+        same structure and dtypes, and the same shapes unless `shapes` says otherwise.
+    precision: "fp32", "bf16" or "fp16" (with dynamic loss scaling); or overrides by layer or op such as
+        {"default": "bf16", "lm_head": "fp32"}. Parameters and optimizer state stay as they are.
+    clip_norm: clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`; the norm before clipping is
+        `step.last.grad_norm`. math.inf measures without clipping.
+    clip_value: clips each element of the gradients, as `torch.nn.utils.clip_grad_value_`.
+    accumulate: splits each batch into this many micro-batches along its first dimension; one update for all of them.
+    skip_nonfinite: leaves parameters and optimizer state as they are where a gradient is infinite or NaN.
+    loss_scale: for fp16: the first scale, or the settings of `torch.amp.GradScaler` as a dictionary.
+    ema: keeps an exponential moving average of the parameters with this decay: `step.ema_state_dict()`.
+    shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
+        them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
 
     The model and the optimizer stay the truth: their tensors are updated in place, and compiled and eager steps may be
     mixed in any order. A compile that fails changes nothing.
     """
     machine.protect()
-    batch = as_batch(example_batch)
-    check_options(clip_norm)
-    options = {"clip_norm": clip_norm, "verify": verify}
-    return TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options)
+    options = Options(
+        precision=dict(precision) if isinstance(precision, Mapping) else precision,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        accumulate=accumulate,
+        skip_nonfinite=skip_nonfinite,
+        loss_scale=Scaling() if loss_scale is None else loss_scale,  # type: ignore[arg-type]
+        ema=ema,
+        shapes=shapes,
+        max_variants=max_variants,
+        pad=pad,
+        verify=verify,
+    )
+    check_options(options)
+    return TrainStep(model, loss_fn, optimizer, as_batch(example_batch), compile_step, program_key, options)
 
 
-def compile_step(step: TrainStep) -> Compiled:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    containers: Sequence[type] = (),
+) -> TrainStep:
+    """A step that `step.save` wrote, for the same model, loss and optimizer: nothing is captured or differentiated.
+
+    containers: classes of batches and outputs other than tuples, lists and dictionaries (named tuples, ModelOutput);
+        names in a file are never imported. The file holds no code and no weights: load those as state dicts.
+    """
+    machine.protect()
+    start = time.perf_counter()
+    saved = read_step(path, model, loss_fn, optimizer, containers)
+    with reading(str(path)):
+        options = Options.from_json(saved.options)
+        check_options(options)
+        batch, read = saved.example_batch, time.perf_counter() - start
+        step = TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options, compile_now=False)
+        for program in saved.programs:
+            program.policy = parse_precision(options.precision)
+            step.adopt(executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}))
+    return step
+
+
+def compile_step(step: TrainStep, batch: Any) -> Compiled:
     """One compilation, from capture to the executable."""
-    check_model(step.model, step.loss_fn, step.optimizer, step.example_batch)
+    options = step.options
+    check_model(step.model, step.loss_fn, step.optimizer, batch)
     clock = time.perf_counter
     start = clock()
-    captured = capture(step.model, step.loss_fn, step.example_batch)
+    captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
     captured_at = clock()
     plan = plan_optimizer(step.optimizer, captured.parameters, step.plan)
-    program = build_step(captured, plan, step.options["clip_norm"])
+    program = build_step(captured, plan, options)
     built_at = clock()
+    run_pipeline(program.module, PIPELINE)
+    optimised_at = clock()
     verify_ir(program.module)
-    verified_at = clock()
-    executable = Executable(
-        program.function, device_of(step.model, step.loss_fn), host_numbers(program, step.optimizer)
-    )
-    done = clock()
     seconds = {
         "capture": captured_at - start,
         "autodiff + update": built_at - captured_at,
-        "verify": verified_at - built_at,
-        "build": done - verified_at,
+        "passes": optimised_at - built_at,
+        "verify": clock() - optimised_at,
     }
+    return executable_of(step, program, plan, seconds)
+
+
+def executable_of(step: TrainStep, program: Program, plan: OptimizerPlan, seconds: dict[str, float]) -> Compiled:
+    """A program made ready to run for this step."""
+    start = time.perf_counter()
+    device = device_of(step.model, step.loss_fn)
+    executable = Executable(program.function, device, host_numbers(program, step.optimizer))
+    seconds = {**seconds, "build": time.perf_counter() - start}
     return Compiled(program, plan, executable, program_key(step, plan), seconds)
 
 
 def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Arguments that are single numbers on the host: hyper-parameters and the optimizer's own counters."""
+    """Arguments that are single numbers on the host: hyper-parameters and the optimizer's own counters.
+
+    Where an update may be skipped on the device, counters must live there too.
+    """
+    skipping = any(slot.kind == "scaler" for slot in program.slots)
     found = []
     for index, slot in enumerate(program.slots):
         if slot.kind in ("hyper", "fresh"):
             found.append(index)
-        elif slot.kind == "optimizer_state" and not slot.type.shape and slot.type.element.text in ("f32", "f64"):
+        elif (
+            slot.kind == "optimizer_state"
+            and not skipping
+            and not slot.type.shape
+            and slot.type.element.text in ("f32", "f64")
+        ):
             parameter = program.captured.parameters[slot.source[1]]
             state = optimizer.state.get(parameter, {}).get(slot.source[2])
             on_host = state.device.type == "cpu" if isinstance(state, torch.Tensor) else True
@@ -101,6 +183,7 @@ def program_key(step: TrainStep, plan: OptimizerPlan) -> Any:
         tuple([(id(p), p.requires_grad, p.shape, p.dtype, p.device) for p in parameters]),
         tuple([(b.shape, b.dtype, b.device) for b in buffers]),
         plan.structure(),
+        step.options.loss_scale,
     )
 
 
@@ -125,11 +208,14 @@ def as_batch(example: Any) -> Any:
     return (example,)
 
 
-def check_options(clip_norm: float | None) -> None:
-    if clip_norm is not None and not (
-        isinstance(clip_norm, int | float) and clip_norm > 0 and math.isfinite(clip_norm)
-    ):
-        raise InputError(f"clip_norm must be a positive number, not {clip_norm!r}")
+def check_options(options: Options) -> None:
+    """Everything that can be said of the options without a model."""
+    policy = parse_precision(options.precision)
+    if options.verify and policy.low is not None:
+        raise InputError(
+            'verify=True compares with eager PyTorch to float32 accuracy; compile with precision="fp32" to verify, '
+            "then choose a lower precision"
+        )
 
 
 def check_model(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -184,7 +270,7 @@ def check_parameter(name: str, p: nn.Parameter) -> None:
     if has_gradient_hooks(p):
         raise InputError(
             f"parameter {name} has gradient hooks, which a compiled step would not call; remove them "
-            "(clip_norm= clips inside the step)"
+            "(clip_norm= and clip_value= clip inside the step)"
         )
     if p.is_meta:
         raise InputError(f"parameter {name} is on the meta device and has no values; materialise the model first")

@@ -35,6 +35,10 @@ class InputError(WholestepError):
     """What was passed to `compile` or to a step does not fit: batch, device, dtype, optimizer."""
 
 
+class SavedStepError(InputError):
+    """A file that should hold a saved step does not: damaged, edited, or made for another model or optimizer."""
+
+
 class OptimizerError(WholestepError):
     """The optimizer cannot be part of a static program."""
 
@@ -45,3 +49,7 @@ class DifferentiationError(WholestepError):
 
 class MismatchError(WholestepError):
     """`verify=True` found a tensor that differs from eager execution."""
+
+
+class LossScaleError(WholestepError):
+    """The dynamic loss scale of fp16 training has fallen so far that no update will ever be taken."""

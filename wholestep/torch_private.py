@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,8 +12,9 @@ from torch._C import _set_grad_enabled as set_grad_marker
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "HigherOrderOperator", "OpOverload", "make_fx", "set_grad_marker"]
+__all__ = ["FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "make_fx", "set_grad_marker"]
 
 
 def schema_of(operator: Any) -> Any:
@@ -90,3 +94,35 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether autograd would call somebody's hook on its way back through this module."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in few kernel launches."""
+    return list(torch._foreach_norm(tensors, order)) if tensors else []
+
+
+def foreach_copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copies each value into its tensor, converting types, in few kernel launches."""
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in zip(into, values, strict=True):  # the fast kernels want one device and one pair of types
+        group = kinds.setdefault((target.device, value.device, target.dtype, value.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(value)
+    for targets, sources in kinds.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, as autograd counts it."""
+    return tensor._version
+
+
+@contextmanager
+def silent_fakes() -> Iterator[None]:
+    """Fake tensors that refuse a call raise, and do not write to the log as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

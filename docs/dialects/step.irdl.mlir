@@ -171,6 +171,12 @@ irdl.dialect @step {
     irdl.results(y: %c1)
     irdl.attributes { "dims" = %c2, "keepdim" = %c5 }
   }
+  irdl.operation @all_finite {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    irdl.operands(xs: variadic %c0)
+    irdl.results(y: %c1)
+  }
   irdl.operation @amax {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -928,6 +934,18 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
     irdl.attributes { "dims" = %c2, "keepdim" = %c5 }
+  }
+  irdl.operation @micro_batches {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.symbol_ref"
+    %c3 = irdl.base "#builtin.integer"
+    %c4 = irdl.base "#builtin.array"
+    %c5 = irdl.base "#builtin.array"
+    %c6 = irdl.base "#builtin.dense_array"
+    irdl.operands(inputs: variadic %c0)
+    irdl.results(outputs: variadic %c1)
+    irdl.attributes { "callee" = %c2, "count" = %c3, "given" = %c4, "taken" = %c5, "carried" = %c6 }
   }
   irdl.operation @minimum {
     %c0 = irdl.base "!builtin.tensor"

@@ -43,7 +43,7 @@ RULE, TRACED, REFUSED, WRONG = "rule", "traced", "refused", "wrong"
 
 #: ops whose values mean nothing: memory as it was found
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-RANDOM_KEY = (12345, 678)
+RANDOM_KEY = (12345, 678, 0)
 
 
 @dataclass(slots=True)
@@ -449,7 +449,7 @@ def import_function(graph: torch.fx.GraphModule, tensors: list[torch.Tensor]) ->
 
     def random_key() -> Value:
         if not keys:
-            keys.append(block.add_argument(TensorType((2,), I64), "random key"))
+            keys.append(block.add_argument(TensorType((3,), I64), "random key"))
         return keys[0]
 
     b = StepBuilder(block, phase="forward")

@@ -1,10 +1,10 @@
 "builtin.module"() ({
   "func.func"() ({
-  ^bb0(%weight: tensor<16x8xf32>, %bias: tensor<16xf32>, %x: tensor<4x8xf32>, %labels: tensor<4xi64>, %lr: tensor<f32>, %step: tensor<f32>, %exp_avg: tensor<16x8xf32>, %exp_avg_sq: tensor<16x8xf32>, %key: tensor<2xi64>):
+  ^bb0(%weight: tensor<16x8xf32>, %bias: tensor<16xf32>, %x: tensor<4x8xf32>, %labels: tensor<4xi64>, %lr: tensor<f32>, %step: tensor<f32>, %exp_avg: tensor<16x8xf32>, %exp_avg_sq: tensor<16x8xf32>, %key: tensor<3xi64>):
     // ---- forward ----
     %h = "step.contract"(%x, %weight, %bias) {spec = "mk,nk->mn", phase = "forward"} : (tensor<4x8xf32>, tensor<16x8xf32>, tensor<16xf32>) -> tensor<4x16xf32> loc("fc"("model.py":12:0))
     %a = "step.gelu"(%h) {approximate = "tanh", phase = "forward"} : (tensor<4x16xf32>) -> tensor<4x16xf32> loc("fc"("model.py":12:0))
-    %0 = "step.random"(%key) {distribution = "uniform", stream = 0 : i64, type = tensor<4x16xf32>, phase = "forward"} : (tensor<2xi64>) -> tensor<4x16xf32> loc("fc"("model.py":12:0))
+    %0 = "step.random"(%key) {distribution = "uniform", stream = 0 : i64, type = tensor<4x16xf32>, phase = "forward"} : (tensor<3xi64>) -> tensor<4x16xf32> loc("fc"("model.py":12:0))
     %1 = "step.constant"() {value = 0.1 : f64, type = tensor<f32>, phase = "forward"} : () -> tensor<f32> loc("fc"("model.py":12:0))
     %2 = "step.gt"(%0, %1) {phase = "forward"} : (tensor<4x16xf32>, tensor<f32>) -> tensor<4x16xi1> loc("fc"("model.py":12:0))
     %3 = "step.constant"() {value = 0.0 : f64, type = tensor<f32>, phase = "forward"} : () -> tensor<f32> loc("fc"("model.py":12:0))
@@ -53,5 +53,5 @@
     %40 = "step.constant"() {value = 0.0 : f64, type = tensor<f32>, phase = "update"} : () -> tensor<f32> loc("optimizer")
     %41 = "step.sgd"(%bias, %39, %lr, %40) {nesterov = false, maximize = false, operandSegmentSizes = array<i32: 1, 1, 0, 1, 1, 0, 0, 0>, phase = "update"} : (tensor<16xf32>, tensor<16xf32>, tensor<f32>, tensor<f32>) -> tensor<16xf32> loc("optimizer")
     "func.return"(%loss, %38#0, %38#1, %38#2, %38#3, %41) : (tensor<f32>, tensor<16x8xf32>, tensor<f32>, tensor<16x8xf32>, tensor<16x8xf32>, tensor<16xf32>) -> ()
-  }) {sym_name = "step", function_type = (tensor<16x8xf32>, tensor<16xf32>, tensor<4x8xf32>, tensor<4xi64>, tensor<f32>, tensor<f32>, tensor<16x8xf32>, tensor<16x8xf32>, tensor<2xi64>) -> (tensor<f32>, tensor<16x8xf32>, tensor<f32>, tensor<16x8xf32>, tensor<16x8xf32>, tensor<16xf32>), arg_attrs = [{step.role = "param", step.name = "weight"}, {step.role = "param", step.name = "bias"}, {}, {}, {}, {}, {}, {}, {}], res_attrs = [{step.role = "loss"}, {}, {}, {}, {}, {}]} : () -> ()
+  }) {sym_name = "step", function_type = (tensor<16x8xf32>, tensor<16xf32>, tensor<4x8xf32>, tensor<4xi64>, tensor<f32>, tensor<f32>, tensor<16x8xf32>, tensor<16x8xf32>, tensor<3xi64>) -> (tensor<f32>, tensor<16x8xf32>, tensor<f32>, tensor<16x8xf32>, tensor<16x8xf32>, tensor<16xf32>), arg_attrs = [{step.role = "param", step.name = "weight"}, {step.role = "param", step.name = "bias"}, {}, {}, {}, {}, {}, {}, {}], res_attrs = [{step.role = "loss"}, {}, {}, {}, {}, {}]} : () -> ()
 }) : () -> ()

@@ -172,7 +172,7 @@ def test_an_exception_inside_a_step_changes_nothing(phase, error, warm):
     with pytest.raises(error, match="broken off"):
         step(X)
     assert_equal(everything(model, optimizer), before)
-    assert step._counter == int(warm)
+    assert step._own.counter == int(warm)
     calls[index] = working
     other, _, twin = prepared(warm)
     assert float(step(X)) == float(twin(X))  # the same dropout masks: nothing was counted
@@ -183,16 +183,17 @@ def test_ctrl_c_while_the_new_values_are_written_comes_after_all_of_them(monkeyp
     model, optimizer, step = prepared(True)
     other, other_optimizer, twin = prepared(True)
     twin(X)
-    copy_ = torch.Tensor.copy_
+    copy = train_step.foreach_copy
     written = []
 
-    def interrupted(self, value, *rest):
-        written.append(self)
-        if len(written) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return copy_(self, value, *rest)
+    def interrupted(into, values):
+        for target, value in zip(into, values, strict=True):
+            written.append(target)
+            if len(written) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            copy([target], [value])
 
-    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    monkeypatch.setattr(train_step, "foreach_copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(X)
     monkeypatch.undo()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..dialects.step import constant_value
 from ..dialects.step.pointwise import is_scalar_number
 from ..errors import WholestepError
 from ..ir.core import Op, Value
+from .absorption import writer
 
 
 @dataclass(slots=True)
@@ -27,16 +29,21 @@ class Call:
     results: tuple[Value, ...]
 
 
-def lower(op: Op, device: torch.device) -> Call:
-    """The call that runs an op. Pointwise ops take constants as numbers, so that ATen rounds them as eager does."""
+def lower(op: Op, device: torch.device, written: torch.dtype | None = None) -> Call:
+    """The call that runs an op. Pointwise ops take constants as numbers, so that ATen rounds them as eager does.
+
+    `written` is the float type to write where that is not the op's own.
+    """
     rule = getattr(op.definition, "evaluate", None)
     if rule is None:
         raise WholestepError(f"{op.name} (at {op.loc}) has neither an ATen implementation nor an expansion")
-    run = rule(op)
+    run = rule(op) if written is None else writer(op, written, device)
     operands = op.operands
     if not operands:
         tensor = run(device=device)  # constants and counting: made once, when the program is built
         return Call(op, lambda: tensor, (), op.results)
+    if getattr(op.definition, "takes_device", False):  # random numbers: their key stays on the CPU
+        return Call(op, partial(run, device=device), operands, op.results)
     if getattr(op.definition, "takes_numbers", False):
         left, right = operands
         if is_scalar_number(right) and not is_scalar_number(left):

@@ -8,7 +8,8 @@ from typing import Any
 from ..dialects.step import StepBuilder, normalize_dim
 from ..ir.core import Value
 from ..ir.types import BOOL, TensorType
-from .aten_pointwise import dropout, reduce_loss
+from .aten_pointwise import reduce_loss
+from .aten_random import dropout
 from .importer import Importer, aten
 
 BATCH = "abcdefgh"  # labels of leading dimensions; m, n, k and l are those of matrices

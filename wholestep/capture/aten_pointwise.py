@@ -274,8 +274,14 @@ def _relu6(imp, x):
 
 
 @aten("leaky_relu")
-def _leaky_relu(imp, x, negative_slope=0.01):
+def leaky_relu(imp, x, negative_slope=0.01):
     return imp.b.select(imp.b.gt(x, 0), x, imp.b.mul(x, negative_slope))
+
+
+@aten("log_sigmoid")
+def _log_sigmoid(imp, x):
+    b = imp.b
+    return b.sub(b.select(b.lt(x, 0), x, 0.0), b.log1p(b.exp(b.neg(b.abs(x)))))
 
 
 @aten("elu")
@@ -679,129 +685,3 @@ def _tril(imp, x, diagonal=0):
 @aten("triu")
 def _triu(imp, x, diagonal=0):
     return _triangle(imp, x, diagonal, False)
-
-
-# ---- randomness ------------------------------------------------------------------------------------------------------
-
-
-def draw(imp: Importer, distribution: str) -> Value:
-    return imp.random(distribution, imp.expected[0])
-
-
-@aten("rand", "rand_like")
-def _rand(imp, *_, **__):
-    return draw(imp, "uniform")
-
-
-@aten("randn", "randn_like")
-def _randn(imp, *_, **__):
-    return draw(imp, "normal")
-
-
-@aten("bernoulli")
-def _bernoulli(imp, p, **_):
-    return imp.b.cast_to(imp.b.lt(imp.random("uniform", p.type), p), imp.expected[0].element)
-
-
-@aten("bernoulli.p")
-def _bernoulli_p(imp, x, p=0.5, **_):
-    return imp.b.cast_to(imp.b.lt(imp.random("uniform", x.type), p), imp.expected[0].element)
-
-
-@aten("normal_functional")
-def _normal(imp, x, mean=0.0, std=1.0, **_):
-    return imp.b.add(imp.b.mul(imp.random("normal", x.type), std), mean)
-
-
-@aten("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", "normal.float_float")
-def _normal_of(imp, mean=0.0, std=1.0, *_, **__):
-    b, type = imp.b, imp.expected[0]
-    # autograd lets no gradient through the parameters of the distribution
-    mean, std = (b.detach(b.cast_to(v, type.element)) if isinstance(v, Value) else v for v in (mean, std))
-    return b.add(b.mul(imp.random("normal", type), std), mean)
-
-
-@aten("randint", "randint.low")
-def _randint(imp, *args, **_):
-    return integers(imp, *((0, args[0]) if isinstance(args[1], list | tuple) else args[:2]))
-
-
-@aten("randint_like", "randint_like.low_dtype")
-def _randint_like(imp, x, *bounds, **_):
-    return integers(imp, *((0, *bounds) if len(bounds) == 1 else bounds))
-
-
-def integers(imp: Importer, low: int, high: int) -> Value:
-    """Whole numbers from low up to high, evenly."""
-    b, type = imp.b, imp.expected[0]
-    uniform = imp.random("uniform", TensorType(type.shape, ScalarType("f64")))
-    return b.cast(b.add(b.floor(b.mul(uniform, float(high - low))), float(low)), dtype=type.element)
-
-
-def dropout(imp: Importer, x: Value, p: float, mask_type: TensorType | None = None) -> Value:
-    """x with a share p of its elements set to zero and the rest scaled; the mask is drawn again in backward."""
-    b = imp.b
-    if p == 1:
-        return b.mul(x, 0.0)
-    keep = b.ge(imp.random("uniform", mask_type or x.type), p)
-    return b.mul(b.mul(x, b.cast(keep, dtype=x.type.element)), 1 / (1 - p))
-
-
-@aten("dropout")
-def _dropout(imp, x, p, train):
-    return x if not train or p == 0 else dropout(imp, x, p)
-
-
-@aten("feature_dropout")
-def _feature_dropout(imp, x, p, train):
-    if not train or p == 0:
-        return x
-    shape = (*x.type.shape[:2], *(1,) * (x.type.rank - 2))
-    return dropout(imp, x, p, x.type.with_shape(shape))
-
-
-@aten("native_dropout")
-def _native_dropout(imp, x, p, train):
-    if not train or p == 0:
-        return [x, imp.b.full(True, x.type.shape, BOOL)]
-    keep = imp.b.ge(imp.random("uniform", x.type), p)
-    return [imp.b.mul(imp.b.mul(x, imp.b.cast(keep, dtype=x.type.element)), 1 / (1 - p)), keep]
-
-
-@aten("alpha_dropout")
-def _alpha_dropout(imp, x, p, train):
-    return x if not train or p == 0 else alpha_dropout(imp, x, p, x.type)
-
-
-@aten("feature_alpha_dropout")
-def _feature_alpha_dropout(imp, x, p, train):
-    if not train or p == 0:
-        return x
-    return alpha_dropout(imp, x, p, x.type.with_shape((*x.type.shape[:2], *(1,) * (x.type.rank - 2))))
-
-
-def alpha_dropout(imp: Importer, x: Value, p: float, mask_type: TensorType) -> Value:
-    """Dropout that keeps mean and variance of what selu gives: what is dropped becomes its lower limit."""
-    b = imp.b
-    if p == 1:
-        return b.mul(x, 0.0)
-    lowest = 1.7580993408473766
-    scale = 1 / ((lowest * lowest * p + 1) * (1 - p)) ** 0.5
-    keep = b.cast(b.ge(imp.random("uniform", mask_type), p), dtype=x.type.element)
-    shift = b.add(b.mul(b.sub(keep, 1.0), lowest * scale), lowest * scale * p)
-    return b.add(b.mul(x, b.mul(keep, scale)), shift)
-
-
-@aten("rrelu")
-def _rrelu(imp, x, lower=1 / 8, upper=1 / 3, training=False, **_):
-    if not training:
-        return _leaky_relu(imp, x, (lower + upper) / 2)
-    b = imp.b
-    slope = b.add(b.mul(imp.random("uniform", x.type), float(upper - lower)), float(lower))
-    return b.select(b.le(x, 0), b.mul(x, slope), x)
-
-
-@aten("log_sigmoid")
-def _log_sigmoid(imp, x):
-    b = imp.b
-    return b.sub(b.select(b.lt(x, 0), x, 0.0), b.log1p(b.exp(b.neg(b.abs(x)))))

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..dialects.step import StepBuilder, ir_dtype, tensor_type
+from ..dialects.step.sources import RANDOM_KEY
 from ..errors import CaptureError, InputError
 from ..ir.builtin import add_function, module
 from ..ir.core import Op, Value
-from ..ir.types import I64, TensorType
-from . import aten_nn, aten_pointwise, aten_shape  # noqa: F401  (they register their handlers)
-from .export import Exported, export
+from ..ir.types import TensorType
+from . import aten_nn, aten_pointwise, aten_random, aten_shape  # noqa: F401  (they register their handlers)
+from .export import Interface, export
 from .importer import Importer
 from .references import Ref, fresh
 from .slots import Slot
@@ -32,7 +33,7 @@ class Captured:
     #: arguments that the forward pass changes (BatchNorm statistics), with their new values
     changed: list[tuple[Slot, Value]]
     constants: dict[str, torch.Tensor]
-    exported: Exported
+    exported: Interface
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     opaque: dict[str, int] = field(default_factory=dict)
@@ -92,7 +93,7 @@ def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
             raise CaptureError(f"the captured program has an input of kind {kind}, which is not supported")
 
     def random_key() -> Value:
-        return argument("random_key", "random key", ("random_key",), TensorType((2,), I64)).value
+        return argument("random_key", "random key", ("random_key",), RANDOM_KEY).value
 
     importer = Importer(b, random_key, strip="model")
     results = importer.run(program.graph_module, inputs)

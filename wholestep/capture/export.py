@@ -21,15 +21,21 @@ from .structure import find_loss, flatten, unflatten
 
 
 @dataclass(slots=True)
-class Exported:
-    """What torch.export gave, and how its inputs and outputs are arranged."""
+class Interface:
+    """How the inputs and outputs of a step are arranged: all that running it needs to know."""
 
-    program: Any
     batch_names: list[str]
     batch_structure: Any
     output_structure: Any
     output_names: list[str]
     loss_index: int
+
+
+@dataclass(slots=True)
+class Exported(Interface):
+    """What torch.export gave, beside the arrangement of its inputs and outputs."""
+
+    program: Any
     #: custom autograd functions whose gradients the program refers to
     functions: list[AppliedFunction] = field(default_factory=list)
 
@@ -187,7 +193,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
                 finally:
                     attributes.restore()
         check_lost_tensors(notes["changes"], program, attributes)
-    return Exported(program, names, structure, notes["structure"], notes["names"], notes["loss"], notes["functions"])
+    return Exported(names, structure, notes["structure"], notes["names"], notes["loss"], program, notes["functions"])
 
 
 def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> None:

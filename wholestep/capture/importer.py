@@ -18,7 +18,7 @@ from ..dialects.step import StepBuilder, tensor_type
 from ..dialects.step.opaque import encode_argument
 from ..errors import CaptureError
 from ..ir.core import UNKNOWN, Location, Value
-from ..ir.types import TensorType
+from ..ir.types import F32, F64, ScalarType, TensorType
 from ..torch_private import HigherOrderOperator, OpOverload, schema_of, set_grad_marker, static_number
 from .references import HIDDEN_CHANGE, Ref, fresh, has_history, view
 
@@ -341,13 +341,16 @@ class Importer:
         if packet == "exponential_":
             return b.div(self.random("exponential", type), values[0] if values else named.get("lambd", 1.0))
         p = values[0] if values else named.get("p", 0.5)
-        draw = self.random("uniform", TensorType(type.shape, float_element(type)))
-        return b.cast_to(b.lt(draw, p), type.element)
+        element = mask_element(type.element)
+        draw = self.random("uniform", TensorType(type.shape, element))
+        return b.cast_to(b.lt(draw, b.cast_to(p, element) if isinstance(p, Value) else p), type.element)
 
     def random(self, distribution: str, type: TensorType) -> Value:
-        """Random numbers with a stream of their own."""
+        """Random numbers with a stream of their own: no two calls of a program draw the same."""
         if self.random_key is None:
             raise ValueError("random numbers cannot be drawn here")
+        if type.element.kind != "float":
+            raise ValueError("draw the real and the imaginary part and join them with torch.complex")
         self.streams += 1
         return self.b.random(self.random_key(), distribution=distribution, stream=self.streams, type=type)
 
@@ -623,10 +626,9 @@ def twin_types(overload: Any, values: Any, named: Any) -> list[TensorType]:
     return [tensor_type(out)]
 
 
-def float_element(type: TensorType):
-    from ..ir.types import F32
-
-    return type.element if type.element.kind == "float" else F32
+def mask_element(element: ScalarType) -> ScalarType:
+    """The type in which a random mask over tensors of this type is drawn: float32, or float64 for float64."""
+    return F64 if element is F64 else F32
 
 
 def location_of(value: Value) -> Location:

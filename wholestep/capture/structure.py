@@ -6,13 +6,18 @@ Tuples, lists, dicts, named tuples, dataclasses and mappings such as the outputs
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import InputError
+
+#: containers that text may name; every other class is handed over by the user, never looked up by its name
+PLAIN_CONTAINERS = (tuple, list, dict, OrderedDict)
+MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,3 +128,108 @@ def find_loss(value: Any) -> tuple[torch.Tensor, Callable[[Any], Any]]:
         f"no loss found in the {type(value).__name__} that was returned; return a scalar tensor, a tuple that starts "
         "with it, or an object with .loss (for transformers models: pass labels in the batch)"
     )
+
+
+# ---- structures as text --------------------------------------------------------------------------------------------
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def containers_of(structure: Any) -> list[type]:
+    """The classes of the containers in a structure."""
+    if not isinstance(structure, Structure):
+        return []
+    return [structure.kind, *(c for part in structure.parts for c in containers_of(part))]
+
+
+def to_plain(structure: Any) -> Any:
+    """A structure (or a number, a string, ...) in values that JSON knows."""
+    if isinstance(structure, Leaf):
+        return {"tensor": structure.index}
+    if isinstance(structure, Structure):
+        entries = [[to_plain(k), to_plain(p)] for k, p in zip(structure.keys, structure.parts, strict=True)]
+        return {"container": class_name(structure.kind), "entries": entries}
+    if structure is None or type(structure) in (bool, int, str):
+        return structure
+    if type(structure) is float:
+        return structure if math.isfinite(structure) else {"float": repr(structure)}
+    if type(structure) is complex:
+        return {"complex": [to_plain(structure.real), to_plain(structure.imag)]}
+    if type(structure) is bytes:
+        return {"bytes": structure.hex()}
+    if isinstance(structure, torch.dtype | torch.device):
+        return {type(structure).__name__: str(structure)}
+    raise InputError(f"a batch or output with a {type(structure).__name__} in it cannot be written as text")
+
+
+def from_plain(plain: Any, containers: Mapping[str, type], depth: int = 0) -> Any:
+    """The inverse of `to_plain`; InputError for anything that it does not write. No class is looked up by name."""
+    if depth > MAX_DEPTH:
+        raise InputError(f"it is nested more than {MAX_DEPTH} deep")
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    if not isinstance(plain, dict):
+        raise InputError(f"{short(plain)} is no part of a structure")
+    if set(plain) == {"container", "entries"}:
+        return _container(plain, containers, depth)
+    if len(plain) != 1:
+        raise InputError(f"{short(plain)} is no part of a structure")
+    ((kind, value),) = plain.items()
+    if kind == "tensor" and type(value) is int and value >= 0:
+        return Leaf(value)
+    if kind == "float" and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if kind == "complex" and isinstance(value, list) and len(value) == 2:
+        real, imaginary = (from_plain(v, containers, depth + 1) for v in value)
+        if isinstance(real, int | float) and isinstance(imaginary, int | float):
+            return complex(real, imaginary)
+    if kind == "bytes" and isinstance(value, str):
+        try:
+            return bytes.fromhex(value)
+        except ValueError:
+            raise InputError(f"{short(value)} is no text of bytes") from None
+    if kind == "dtype" and value in (names := {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}):
+        return names[value]
+    if kind == "device" and isinstance(value, str):
+        try:
+            return torch.device(value)
+        except RuntimeError as error:
+            raise InputError(f"{short(value)} is no device") from error
+    raise InputError(f"{short(plain)} is no part of a structure")
+
+
+def _container(plain: dict[str, Any], containers: Mapping[str, type], depth: int) -> Structure:
+    name, entries = plain["container"], plain["entries"]
+    known = {class_name(c): c for c in PLAIN_CONTAINERS}
+    kind = known.get(name) or containers.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise InputError(
+            f"it has a container {short(name)}, whose class is not known here; pass it: containers=(TheClass,)"
+        )
+    if not isinstance(entries, list) or not all(isinstance(e, list) and len(e) == 2 for e in entries):
+        raise InputError(f"the entries of a {name} are not pairs of a key and a value")
+    keys = tuple(from_plain(k, containers, depth + 1) for k, _ in entries)
+    if any(isinstance(k, Leaf | Structure) for k in keys):
+        raise InputError(f"a key of a {name} is no constant")
+    if not _fits(kind, keys):
+        raise InputError(f"the keys {short(keys)} are not those of a {name}")
+    return Structure(kind, keys, tuple(from_plain(v, containers, depth + 1) for _, v in entries))
+
+
+def _fits(kind: type, keys: tuple[Any, ...]) -> bool:
+    """Whether `unflatten` can make such a container with these keys."""
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return keys == tuple(kind._fields)
+    if issubclass(kind, list | tuple):
+        return keys == tuple(range(len(keys))) and not any(isinstance(k, bool) for k in keys)
+    if dataclasses.is_dataclass(kind):
+        return len(set(keys)) == len(keys) and {f.name for f in dataclasses.fields(kind)} >= set(keys)
+    return issubclass(kind, Mapping) and len(set(keys)) == len(keys)
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -132,6 +132,7 @@ class OpDef:
     terminator: ClassVar[bool] = False
     commutative: ClassVar[bool] = False  # the operands may be swapped: `cse` then sees a+b and b+a as one
     isolated: ClassVar[bool] = False  # its regions see no value from outside
+    regenerated: ClassVar[bool] = False  # each phase computes it for itself: `cse` does not merge it across phases
     infer: ClassVar[Callable[..., Any] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any):

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from ..backends.absorption import CastBytes, absorb_casts, cast_bytes, is_float_cast
 from ..backends.aten import lower
 from ..backends.host import host_function
 from ..dialects.step import constant_value, torch_dtype
+from ..dialects.step.control import root_of
 from ..errors import WholestepError
-from ..ir.builtin import module
+from ..ir.builtin import lookup, module
 from ..ir.core import Op, Value
 from ..ir.passes import run_pipeline
 from ..transforms.expand import expand_where, needs_expansion
+from .micro_batches import MicroBatchLoop
 
 
 @dataclass(slots=True)
@@ -47,8 +50,16 @@ class Executable:
         self.numbers = tuple(sorted(numbers))
         self.fixed: list[tuple[int, Any]] = []
         instructions: list[Instruction] = []
+        absorption = absorb_casts(self.function)
+        absorbed = absorption.casts
+        #: what the casts of one run cost, and what they would cost if none was absorbed by the kernels beside it
+        self.casts = CastBytes()
         for op in block:
             if op is block.last or not any(r.uses for r in op.results):
+                continue
+            if op in absorbed:
+                slots[op.result] = slots[op.operands[0]]
+                self.casts = self.casts.plus(CastBytes(absorbed=cast_bytes(op)))
                 continue
             on_host = host_function(op) if any(v in host for v in op.operands) else None
             if on_host is not None and all(v in host or constant_value(v) is not None for v in op.operands):
@@ -56,9 +67,18 @@ class Executable:
                 operands = tuple(v for v in op.operands if constant_value(v) is None)
                 host.update(op.results)
             else:
-                call = lower(op, self.device)
-                run, operands = call.run, call.operands
-                if any(v in host for v in operands) and not takes_floats(op, host):
+                if chooses_on_host(op, host):
+                    run, operands = (lambda condition, x, y: x if condition else y), op.operands
+                elif op.name == "step.micro_batches":
+                    body = Executable(lookup(root_of(function), op.callee), device)
+                    run, operands = MicroBatchLoop(op, body), op.operands
+                    self.casts = self.casts.plus(body.casts, times=op.count)
+                else:
+                    call = lower(op, self.device, absorption.written.get(op))
+                    run, operands = call.run, call.operands
+                    if is_float_cast(op) and op.result.type.rank:
+                        self.casts = self.casts.plus(CastBytes(executed=cast_bytes(op), count=1))
+                if any(v in host for v in operands) and not takes_floats(op, host) and not chooses_on_host(op, host):
                     run = with_tensors(run, operands, host)
             for result in op.results:
                 slots[result] = len(slots)
@@ -113,6 +133,13 @@ def expanded(function: Op) -> Op:
     if expand_where(copy, needs_expansion):
         run_pipeline(root, "cse,dce")
     return copy
+
+
+def chooses_on_host(op: Op, host: set[Value]) -> bool:
+    """Whether a select only has to hand on one of two tensors, by a condition that is a number on the host."""
+    if op.name != "step.select" or op.operands[0] not in host:
+        return False
+    return all(v not in host and v.type is op.result.type for v in op.operands[1:])
 
 
 def takes_floats(op: Op, host: set[Value]) -> bool:

@@ -6,9 +6,11 @@ writes them all at once, so an exception or Ctrl-C finds the model at a step bor
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,16 +19,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.capture import named_state
 from ..capture.sandbox import keep_random_state
 from ..capture.slots import Slot
-from ..capture.structure import differences, flatten, unflatten
-from ..errors import InputError
+from ..capture.structure import unflatten
+from ..dialects.step import torch_dtype
+from ..errors import InputError, WholestepError
 from ..ir.core import Op
-from ..torch_private import mark_optimizer_called
+from ..options import Options
+from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
+from . import own_state
+from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
+from .checkpoint import check_checkpoint
 from .executor import Executable
-from .report import Report
+from .own_state import OwnState
+from .padding import Cut, Padding, cut_back
+from .report import Report, report_of
+from .saved import write_step
 from .verification import compare_with_eager
 
 
@@ -38,6 +49,8 @@ class Compiled:
     ):
         self.program, self.plan, self.executable, self.key, self.seconds = program, plan, executable, key, seconds
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
+        #: whether the program may hold an update back, so that counters live on its device
+        self.skips = any(s.kind == "scaler" for s in program.slots)
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
         #: where each buffer lives: eager code may put another tensor there (`self.buffer = self.buffer + 1`)
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
@@ -52,177 +65,208 @@ class TrainStep:
         loss_fn: Any,
         optimizer: torch.optim.Optimizer,
         example_batch: Any,
-        recompile: Callable[[TrainStep], Compiled],
+        recompile: Callable[[TrainStep, Any], Compiled],
         key_of: Callable[[TrainStep, OptimizerPlan], Any],
-        options: dict[str, Any],
+        options: Options,
+        compile_now: bool = True,
     ):
         self.model, self.loss_fn, self.optimizer, self.options = model, loss_fn, optimizer, options
         self.example_batch = example_batch
         self._recompile, self._key_of = recompile, key_of
-        self._seed, self._counter = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, 0
         self._lock = threading.RLock()
+        self._own = OwnState(options)
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
         self._durations: list[float] = []
-        self.compilations = 0
+        #: compiled programs by the shapes of their batch, the most recently used last
+        self._variants: OrderedDict[Any, Compiled] = OrderedDict()
+        self.compilations = self.dropped = 0
         self.verified: bool | None = None
-        self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None)
+        self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
         self.plan: OptimizerPlan | None = None
-        self._compiled = self._compile()
+        self._padding = Padding(options) if options.shapes == "bucket" else None
+        if compile_now:
+            self._variant(self._fill(example_batch)[0])
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Runs one training step: forward, loss, backward, clipping, update. Returns what the loss function returns."""
-        with self._lock, torch.inference_mode(False):
+        """Runs one training step: forward, loss, backward, clipping, update. Returns what the loss function returns.
+
+        With accumulation the loss is the mean over micro-batches, and outputs with a row per sample are put together.
+        """
+        if torch.utils.data.get_worker_info() is not None:
+            raise InputError(
+                "the step was called in a DataLoader worker, which is another process with a copy of the model: what "
+                "it learns there is lost; call it in the loop that reads the loader"
+            )
+        with self._lock, torch.inference_mode(False), torch.profiler.record_function("wholestep.step"):
             start = time.perf_counter()
             refuse_autocast("called")
-            given = self._batch(batch, named)
-            compiled = self._current()
-            tensors = self._check(compiled, given)
-            result = self._run(compiled, tensors, given)
+            given = as_compiled(self.example_batch, batch, named)
+            given, cut = self._fill(given)
+            compiled, tensors = self._variant(given)
+            result = self._run(compiled, tensors, given, cut)
             self._durations.append(time.perf_counter() - start)
             return result
 
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs and its batches must be."""
+        return self._compiled.executable.device
+
     def program(self) -> Op:
-        """The one program of the step; `str()` of it is MLIR text."""
+        """The one program of the step; `str()` of it is MLIR text. With several shapes, the one used last."""
         return self._compiled.program.module
 
     def report(self) -> Report:
-        """What was compiled and how it runs."""
-        program = self._compiled.program
-        return Report(
-            seconds=dict(self._compiled.seconds),
-            ops=sizes(program.function),
-            parameters=len(program.updated),
-            untouched=list(program.untouched),
-            opaque=dict(program.captured.opaque),
-            traced=dict(program.vjps.traced),
-            compilations=self.compilations,
-            step_seconds=list(self._durations),
-            optimizer=type(self.optimizer).__name__,
-            verified=self.verified,
-        )
+        """What was compiled, what it moves and how it runs."""
+        with self._lock:
+            return report_of(self)
+
+    def refresh(self) -> None:
+        """Call it after changing parameters through `.data`: their low-precision copies are made again."""
+        self._own.refresh()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the compiled programs as text that `ws.load` reads: no code, no weights."""
+        with self._lock:
+            latest = self._compiled
+            if self._key_of(self, latest.plan) != latest.key:
+                raise InputError(
+                    "the model's modes, its frozen layers or the optimizer's groups have changed since the last step; "
+                    "run a step, then save"
+                )
+            programs = [c.program for c in self._variants.values() if c.key == latest.key]
+            assert self.plan is not None
+            write_step(path, programs, self.plan, self.options.to_json(), self.model, self.loss_fn, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and random state, as plain PyTorch state dicts."""
+        """Model, optimizer, random state, and loss scale and averages where there are any, as plain state dicts."""
         with self._lock:
             return {
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "random": {"seed": self._seed, "counter": self._counter},
+                **self._own.state_dict(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave; a checkpoint that does not fit changes nothing."""
         with self._lock:
+            parameters = self._parameters()
+            check_checkpoint(state, self.model, self.optimizer)
+            self._own.check(state, parameters)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self._seed, self._counter = int(state["random"]["seed"]), int(state["random"]["counter"])
+            self._own.load(state, parameters)
+
+    def ema_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with the averaged parameters in it."""
+        with self._lock:
+            averages = self._averages()
+            found = self.model.state_dict(keep_vars=True)
+            return {k: averages.get(id(v), v).detach().clone() for k, v in found.items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Inside the block the model holds the averages: `with step.averaged() as model: evaluate(model)`."""
+        with self._lock, torch.no_grad():
+            averages = self._averages()
+            pairs = [(p, averages[id(p)], p.detach().clone()) for p in self._parameters().values() if id(p) in averages]
+            try:
+                for p, average, _ in pairs:
+                    p.copy_(average)
+                yield self.model
+            finally:
+                for p, _, kept in pairs:
+                    p.copy_(kept)
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{n} {phase}" for phase, n in sizes(self._compiled.program.function).items() if n)
+        if not self._variants:
+            return f"<TrainStep of {type(self.model).__name__}, not compiled>"
+        counts = ", ".join(f"{n} {phase}" for phase, n in sizes(self.program()).items() if n)
         return f"<TrainStep of {type(self.model).__name__}: {counts} ops>"
+
+    def __reduce__(self) -> Any:
+        raise WholestepError(
+            "a compiled step cannot be copied or sent to another process (a DataLoader's worker, perhaps, through its "
+            "dataset or collate_fn); keep it in the training process, and checkpoint step.state_dict()"
+        )
 
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
-    def _compile(self) -> Compiled:
-        refuse_autocast("compiled")
-        with keep_random_state(), torch.inference_mode(False):
-            compiled = self._recompile(self)
+    @property
+    def _compiled(self) -> Compiled:
+        """The program that was used last."""
+        return next(reversed(self._variants.values()))
+
+    def adopt(self, compiled: Compiled) -> Compiled:
+        """Takes a compiled program in; beyond `max_variants` the least recently used one goes."""
         compiled.buffers = buffer_homes(self.model, self.loss_fn)
         self.plan = compiled.plan
-        self.compilations += 1
+        self._variants[tuple([s.type.shape for s in compiled.batch_slots])] = compiled
+        while len(self._variants) > (self.options.max_variants if self.options.shapes == "bucket" else 1):
+            self._variants.popitem(last=False)
+            self.dropped += 1
         return compiled
 
-    def _current(self) -> Compiled:
-        """The compiled program, built again if what it depends on (frozen layers, modes, groups) has changed."""
-        if self._key_of(self, self._compiled.plan) != self._compiled.key:
-            self._compiled = self._compile()
-        return self._compiled
+    def _compile(self, batch: Any) -> Compiled:
+        refuse_autocast("compiled")
+        with keep_random_state(), torch.inference_mode(False):
+            compiled = self._recompile(self, batch)
+        self.compilations += 1
+        return self.adopt(compiled)
+
+    def _variant(self, batch: Any) -> tuple[Compiled, list[torch.Tensor]]:
+        """The program for a batch, and its tensors; compiled (again) where shapes, modes or groups ask for it."""
+        tensors, names, structure = flattened(batch)
+        if not self._variants:
+            return self._compile(batch), tensors
+        latest = self._compiled
+        check_structure(latest.program.captured.exported.batch_structure, structure)
+        for index, slot in latest.batch_types.items():
+            check_tensor(names[index], tensors[index], torch_dtype(slot.type.element), latest.executable.device)
+        shapes = signature([tensors[i] for i in latest.batch_types])
+        compiled = self._variants.get(shapes)
+        if compiled is None and self.options.shapes == "static":
+            for (index, slot), have in zip(latest.batch_types.items(), shapes, strict=True):
+                if have != slot.type.shape:
+                    raise InputError(shape_message(names[index], slot.type.shape, have))
+        if compiled is None or self._key_of(self, compiled.plan) != compiled.key:
+            return self._compile(batch), tensors
+        self._variants.move_to_end(shapes)
+        return compiled, tensors
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def _batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The batch in the form it was compiled with: keyword batches may come as one mapping or as keywords."""
-        if isinstance(self.example_batch, Mapping):
-            if len(batch) == 1 and not named and isinstance(batch[0], Mapping):
-                named = dict(batch[0])
-            elif batch:
-                raise InputError(
-                    f"the step was compiled for a keyword batch {list(self.example_batch)}: call step(**batch)"
-                )
-            missing = [k for k in self.example_batch if k not in named]
-            extra = [k for k in named if k not in self.example_batch]
-            if missing or extra:
-                raise InputError(
-                    f"the batch differs from the one the step was compiled for: missing {missing}, unexpected {extra}"
-                )
-            return {k: named[k] for k in self.example_batch}
-        if named:
-            raise InputError(
-                f"the step was compiled for {len(self.example_batch)} positional tensors, not keywords {list(named)}"
-            )
-        parts = len(self.example_batch)
-        if len(batch) == 1 != parts and isinstance(batch[0], list | tuple) and len(batch[0]) == parts:
-            raise InputError(f"the step takes the {parts} parts of a batch one by one: call step(*batch)")
-        return tuple(batch)
+    def _fill(self, batch: Any) -> tuple[Any, Cut | None]:
+        """The batch padded to its bucket, where that is wanted and exact."""
+        return (batch, None) if self._padding is None else self._padding.fill(self, batch)
 
-    def _check(self, compiled: Compiled, batch: Any) -> list[torch.Tensor]:
-        """The tensors of a batch, checked against what the program was compiled for."""
-        tensors: list[torch.Tensor] = []
-        names: list[str] = []
-        structure = flatten(batch, tensors, names, "batch")
-        exported = compiled.program.captured.exported
-        found = list(differences(exported.batch_structure, structure))
-        if found:
-            raise InputError(
-                "the batch differs from the one the step was compiled for: "
-                + "; ".join(found)
-                + ".\nTry: pass batches of one structure, or compile another step for this one"
-            )
-        device = compiled.executable.device
-        for index, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
-            slot = compiled.batch_types.get(index)
-            if slot is None:
-                continue
-            shape = tuple(tensor.shape)
-            if shape != slot.type.shape:
-                raise InputError(shape_message(name, slot.type.shape, shape))
-            if tensor.dtype != self._dtype(slot):
-                raise InputError(
-                    f"{name} is {tensor.dtype} but the step was compiled for {self._dtype(slot)}; "
-                    f"convert it with .to({self._dtype(slot)})"
-                )
-            if tensor.device != device:
-                raise InputError(
-                    f"{name} is on {tensor.device} but the model is on {device}; move it with .to({device})"
-                )
-        return tensors
-
-    @staticmethod
-    def _dtype(slot: Slot) -> torch.dtype:
-        from ..dialects.step import torch_dtype
-
-        return torch_dtype(slot.type.element)
-
-    def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any) -> Any:
+    def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any, cut: Cut | None) -> Any:
         program = compiled.program
         created: dict[str, dict[str, Any]] = {}
         inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
         outputs = compiled.executable([t.detach() for t in inputs])
-        if self.options["verify"] and self.verified is None:
-            compare_with_eager(
-                program, self.model, self.loss_fn, self.optimizer, given, self.options["clip_norm"], outputs
-            )
+        if self.options.verify and self.verified is None:
+            compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
             self.verified = True
-        user = [v for v, r in zip(outputs, program.results, strict=True) if r.kind in ("loss", "output")]
-        norm = [v for v, r in zip(outputs, program.results, strict=True) if r.kind == "grad_norm"]
+        by_kind: dict[str, list[torch.Tensor]] = {}
+        for value, result in zip(outputs, program.results, strict=True):
+            by_kind.setdefault("user" if result.kind in ("loss", "output") else result.kind, []).append(value)
         lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
-        user = [t.clone() if storage(t) in lasting else t for t in user]  # before the parameters change
+        user = [t.clone() if storage(t) in lasting else t for t in by_kind["user"]]  # before the parameters change
+        user = [cut_back(t, cut) for t in user]
         exported = program.captured.exported
         result = unflatten(exported.output_structure, user)
         self._commit(compiled, inputs, outputs, created)
-        self.last = SimpleNamespace(loss=user[exported.loss_index], outputs=result, grad_norm=norm[0] if norm else None)
+        norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
+        self.last = SimpleNamespace(
+            loss=user[exported.loss_index],
+            outputs=result,
+            grad_norm=norm[0] if norm else None,
+            skipped=~finite[0] if finite else None,
+        )
+        self._own.watch_scale()
         return result
 
     def _fetch(
@@ -240,7 +284,11 @@ class TrainStep:
         if kind == "constant":
             return captured.constants[source[1]]
         if kind == "random_key":
-            return torch.tensor([self._seed, self._counter], dtype=torch.int64, device=compiled.executable.device)
+            return self._own.key()
+        if kind in own_state.KINDS:
+            return self._own.fetch(slot, captured.parameters, compiled.executable.device)
+        if source == ("ema_weight",):
+            return self._as_tensor(slot, self._own.ema_weight())
         if kind == "optimizer_state":
             _, fqn, key = source[:3]
             value = self.optimizer.state.get(captured.parameters[fqn], {}).get(key)
@@ -249,15 +297,25 @@ class TrainStep:
                     created[fqn] = compiled.plan.initialise(fqn)
                 value = created[fqn].get(key)
             if value is not None:
-                return self._as_tensor(slot, value)
+                return self._state_tensor(slot, value, compiled, created)
         return self._as_tensor(slot, compiled.plan.read(slot))
 
+    def _state_tensor(self, slot: Slot, value: Any, compiled: Compiled, created: dict[str, Any]) -> torch.Tensor:
+        """Optimizer state as the program wants it. A counter that the program may hold back moves to its device."""
+        device = compiled.executable.device
+        if not compiled.skips or (isinstance(value, torch.Tensor) and value.device == device):
+            return self._as_tensor(slot, value)
+        moved = torch.as_tensor(value, dtype=torch_dtype(slot.type.element), device=device)
+        created.setdefault(slot.source[1], {})[slot.source[2]] = moved
+        return moved
+
     def _as_tensor(self, slot: Slot, value: Any) -> torch.Tensor:
+        dtype = torch_dtype(slot.type.element)
         if isinstance(value, torch.Tensor):
-            return value if value.dtype == self._dtype(slot) else value.to(self._dtype(slot))
+            return value if value.dtype == dtype else value.to(dtype)
         known = self._numbers.get(slot.source)
         if known is None or known[0] != value:
-            known = (value, torch.tensor(value, dtype=self._dtype(slot)))
+            known = (value, torch.tensor(value, dtype=dtype))
             self._numbers[slot.source] = known
         return known[1]
 
@@ -273,27 +331,43 @@ class TrainStep:
         writes = [  # a new value that is a piece of state itself (two buffers that swap) is taken out before it changes
             (slot, value.clone() if storage(value) in written else value) for slot, value in writes
         ]
+        captured = compiled.program.captured
         with uninterrupted(), torch.no_grad():
             for fqn, state in created.items():
                 if state:
-                    self.optimizer.state[compiled.program.captured.parameters[fqn]].update(state)
+                    self.optimizer.state[captured.parameters[fqn]].update(state)
+            into: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
             for slot, value in writes:
                 if slot.kind == "optimizer_state":
-                    self._write_state(slot, compiled, value)
+                    target = self.optimizer.state[captured.parameters[slot.source[1]]]
+                    if not isinstance(target[slot.source[2]], torch.Tensor):
+                        target[slot.source[2]] = type(target[slot.source[2]])(value.item())
+                        continue
+                    into.append(target[slot.source[2]])
                 else:
-                    place[slot.source].copy_(value)
+                    into.append(place[slot.source])
+                values.append(value)
+            foreach_copy(into, values)
             compiled.plan.finish(compiled.program.updated)
             mark_optimizer_called(self.optimizer)
-            self._counter += 1
+            self._own.counter += 1
+            self._own.averaged += self.options.ema is not None
+            self._own.follow(compiled.program.slots, captured.parameters)
 
-    def _write_state(self, slot: Slot, compiled: Compiled, value: torch.Tensor) -> None:
-        """New optimizer state into the user's tensor, or in place of the user's number."""
-        _, fqn, key = slot.source[:3]
-        state = self.optimizer.state[compiled.program.captured.parameters[fqn]]
-        if isinstance(state[key], torch.Tensor):
-            state[key].copy_(value)
-        else:
-            state[key] = type(state[key])(value.item())
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return named_state(self.model, self.loss_fn)[0]
+
+    def _averages(self) -> dict[int, torch.Tensor]:
+        """Averages by the identity of their parameter."""
+        if self.options.ema is None:
+            raise InputError("this step keeps no average of the parameters; compile it with ema=0.999")
+        parameters = self._parameters()
+        return {
+            id(parameters[source[1]]): tensor
+            for source, tensor in self._own.tensors.items()
+            if source[0] == "ema" and source[1] in parameters
+        }
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -321,21 +395,8 @@ def refuse_autocast(what: str) -> None:
         if torch.is_autocast_enabled(device):
             raise InputError(
                 f"torch.autocast is on where the step is {what}; it does not reach into a compiled step: leave the "
-                "`with torch.autocast(...)` block, or convert the model with model.to(torch.bfloat16)"
+                '`with torch.autocast(...)` block, and compile the step with precision="bf16" instead'
             )
-
-
-def shape_message(name: str, want: tuple[int, ...], have: tuple[int, ...]) -> str:
-    """Which dimension changed and what to do."""
-    if len(want) != len(have):
-        return f"{name} has {len(have)} dimensions {list(have)} but the step was compiled for {len(want)}: {list(want)}"
-    where = ", ".join(
-        f"dimension {i} is {h} instead of {w}" for i, (w, h) in enumerate(zip(want, have, strict=True)) if w != h
-    )
-    return (
-        f"{name} has shape {list(have)} but the step was compiled for {list(want)}: {where}.\n"
-        "Try: drop or pad the smaller batch (DataLoader(drop_last=True)), or compile another step for this shape"
-    )
 
 
 @contextmanager

@@ -18,9 +18,11 @@ from torch import nn
 from ..capture.capture import named_state
 from ..capture.export import calling_convention
 from ..capture.sandbox import keep_random_state
-from ..capture.structure import find_loss, flatten
+from ..capture.structure import find_loss
 from ..errors import InputError, MismatchError
+from ..options import Options
 from ..training.build import Program
+from .batches import flattened, micro_batches
 
 #: largest relative difference allowed, by dtype; sums of different order differ by rounding alone
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -46,7 +48,7 @@ def compare_with_eager(
     loss_fn: Any,
     optimizer: torch.optim.Optimizer,
     batch: Any,
-    clip_norm: float | None,
+    options: Options,
     outputs: list[torch.Tensor],
 ) -> None:
     """Raises MismatchError, naming the layer, at the first tensor on which eager does not agree."""
@@ -57,7 +59,7 @@ def compare_with_eager(
             "differently; set the dropout probabilities to 0 for the verification run"
         )
     with keep_random_state():
-        checks = eager_step(program, model, loss_fn, optimizer, batch, clip_norm, outputs)
+        checks = eager_step(program, model, loss_fn, optimizer, batch, options, outputs)
     for check in checks:
         problem = difference(check)
         if problem:
@@ -68,7 +70,7 @@ def compare_with_eager(
 
 
 def eager_step(
-    program: Program, model: nn.Module, loss_fn: Any, optimizer: Any, batch: Any, clip_norm: float | None, outputs: Any
+    program: Program, model: nn.Module, loss_fn: Any, optimizer: Any, batch: Any, options: Options, outputs: Any
 ) -> list[Check]:
     """One step in eager PyTorch on copies; every result of the program beside eager's."""
     twin, twin_loss, twin_optimizer = copy.deepcopy((model, loss_fn, optimizer))
@@ -76,30 +78,33 @@ def eager_step(
     for p in wrt:
         p.grad = None
     with torch.enable_grad(), gradients_kept(model):
-        result = calling_convention(twin, twin_loss, batch)(copy.deepcopy(batch))
-        find_loss(result)[0].backward()
+        parts = micro_batches(copy.deepcopy(batch), options.accumulate)
+        run = calling_convention(twin, twin_loss, parts[0])
+        results = [run(part) for part in parts]
+        for result in results:
+            (find_loss(result)[0] / len(parts)).backward()
     if all(p.grad is None for p in wrt):
         raise InputError(
             "verify=True: the loss of a copy does not depend on the copy's parameters; loss_fn must use the model that "
             "it is given, not one it remembers"
         )
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(wrt, clip_norm)
+    if options.clip_norm is not None:
+        nn.utils.clip_grad_norm_(wrt, options.clip_norm)
+    if options.clip_value is not None:
+        nn.utils.clip_grad_value_(wrt, options.clip_value)
     shifted = [shifted_step(twin_optimizer, sign) for sign in (1, -1)]
     twin_optimizer.step()
 
-    flat: list[torch.Tensor] = []
-    flatten(result, flat, [])
     parameters, buffers, _ = named_state(twin, twin_loss)
     paths: dict[str, torch.Tensor] = {**parameters, **buffers}
     originals, _, _ = named_state(model, loss_fn)
     position = {id(p): i for i, p in enumerate(wrt)}
-    eager_outputs = iter(flat)
+    eager_outputs = iter(zip(*(flattened(result)[0] for result in results), strict=True))
     names = iter(program.captured.exported.output_names)
     checks: list[Check] = []
     for r, ours in zip(program.results, outputs, strict=True):
         if r.kind in ("loss", "output"):
-            checks.append(Check(f"{r.kind} {next(names)}", next(eager_outputs), ours))
+            checks.append(Check(f"{r.kind} {next(names)}", joined(next(eager_outputs), ours), ours))
         elif r.slot is not None and r.slot.kind == "buffer":
             checks.append(Check(f"buffer {r.slot.name}", paths[r.slot.source[1]], ours))
         elif r.slot is not None and r.slot.kind == "parameter":
@@ -115,6 +120,13 @@ def eager_step(
                 slack = spread(theirs, [other.state[params[place]][key] for params, other in shifted])
                 checks.append(Check(f"optimizer state {key} of {fqn}", theirs, ours, None, slack, 0.0))
     return checks
+
+
+def joined(parts: tuple[torch.Tensor, ...], ours: torch.Tensor) -> torch.Tensor:
+    """An output of every micro-batch as the program gives it: behind each other, averaged, or the last."""
+    if len(parts) == 1 or parts[0].shape != ours.shape:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.stack(parts).mean(0) if parts[0].is_floating_point() and not parts[0].dim() else parts[-1]
 
 
 @contextmanager

@@ -33,13 +33,18 @@ def active_values(block_ops: Sequence[Op], wrt: Sequence[Value], loss: Value) ->
     return needed
 
 
-def gradients(b: StepBuilder, loss: Value, wrt: Sequence[Value], vjps: VjpCache) -> list[Value | None]:
-    """Emits the backward pass at the insertion point; gives d loss / d value for each of `wrt`, None if zero."""
+def gradients(
+    b: StepBuilder, loss: Value, wrt: Sequence[Value], vjps: VjpCache, seed: Value | None = None
+) -> list[Value | None]:
+    """Emits the backward pass at the insertion point; gives d loss / d value for each of `wrt`, None if zero.
+
+    `seed` is what the loss counts for, such as a loss scale; 1 where it is not given.
+    """
     ops = [op for op in b.block if op is not b.before and not op.definition.terminator]
     active = active_values(ops, wrt, loss)
     adjoint: dict[Value, Value] = {}
     if loss in active:
-        adjoint[loss] = b.full(1.0, loss.type.shape, loss.type.element)
+        adjoint[loss] = b.full(1.0, loss.type.shape, loss.type.element) if seed is None else seed
     keep = set(wrt)
     for op in reversed(ops):
         outgoing = [adjoint.get(r) for r in op.results]

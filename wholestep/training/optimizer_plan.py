@@ -95,6 +95,10 @@ class OptimizerPlan(ABC):
     def read(self, slot: Slot, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The current value of a slot: a number or a tensor. Read `fresh` before installing what `initialise` gave."""
 
+    def host_state(self, fqn: str) -> list[str]:
+        """What a step changes for this parameter that no result of the program can hold back."""
+        return []
+
     def finish(self, parameters: Iterable[str] | None = None) -> None:  # noqa: B027 - most optimizers have nothing to do
         """After a step that ran to its end: advances what the optimizer keeps as Python numbers, for the parameters
         that were updated (all where not told). `structure` was called before that step."""

@@ -290,6 +290,15 @@ class TracedPlan(OptimizerPlan):
         value = self.state(fqn, owner).get(key)
         return self.initialise(fqn)[key] if value is None else value
 
+    def host_state(self, fqn: str) -> list[str]:
+        variant = self._chosen.get(fqn) or self.variant(fqn)
+        counted = [".".join(map(str, name[1:])) for name in variant.trace.host]
+        started = [key for key, value in variant.initial.items() if isinstance(value, Value) and variant.first is None]
+        state = {**{k: v for k, v in variant.initial.items() if not isinstance(v, Value)}, **self.state(fqn)}
+        read = [s.source[2] for s in self.slots(fqn) if s.kind == "optimizer_state"]
+        numbers = [key for key in read if key in state and not isinstance(state[key], torch.Tensor)]
+        return [*counted, *started, *numbers]
+
     def finish(self, parameters: Iterable[str] | None = None) -> None:
         writes: list[Callable[[], None]] = []
         done: set[Any] = set()

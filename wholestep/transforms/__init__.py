@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import expand
+from . import casts, expand, regenerate
 
-__all__ = ["expand"]
+__all__ = ["casts", "expand", "regenerate"]

@@ -9,7 +9,7 @@ import torch
 
 from wholestep.dialects.step import ir_dtype, step
 from wholestep.dialects.step.optimizers import OptimizerUpdate
-from wholestep.ir import BF16, F32, F64, I64, TensorType
+from wholestep.ir import BF16, F16, F32, F64, I64, TensorType
 
 from .harness import randint, randn
 
@@ -108,6 +108,8 @@ sample("slice_grad", randn(2, 3), **place, size=7)
 sample("slice_update", randn(2, 7), randn(2, 3, seed=1), **place)
 sample("concat", [randn(2, 3), randn(2, 1, seed=1), randn(2, 4, seed=2)], dim=1)
 sample("concat", [randn(2)], dim=0)
+sample("all_finite", [randn(2, 3), randn(2, 3, seed=1)])
+sample("all_finite", [randn()])
 sample("pad", randn(2, 3), low=(1, 0), high=(0, 2), value=1.5)
 sample("pad", randn(4, 5), low=(-1, 1), high=(0, -2))
 sample("flip", randn(2, 3, 4), dims=(0, 2))
@@ -161,10 +163,12 @@ sample("constant", value=2, type=TensorType((), I64))
 sample("iota", start=3, stride=-2, type=TensorType((4,), I64))
 sample("iota", start=0.5, stride=0.1, type=TensorType((7,), F32))
 sample("iota", start=0, stride=1, type=TensorType((0,), I64))
-key = torch.tensor([42, 7])
+key = torch.tensor([-42, 7 << 33, 3])
 for distribution in ("uniform", "normal", "exponential"):
-    sample("random", key, distribution=distribution, stream=1, type=TensorType((2, 3), F32))
+    for element in (F32, F64, BF16, F16):
+        sample("random", key, distribution=distribution, stream=1, type=TensorType((2, 3), element))
 sample("random", key, distribution="normal", stream=1, type=TensorType((), BF16))
+sample("random", key, distribution="uniform", stream=1, type=TensorType((0, 3), F32))
 sample(
     "opaque",
     [randn(3, 3)],

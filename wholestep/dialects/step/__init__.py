@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     attention,
     contraction,
+    control,
     convolution,
     indexing,
     losses,
@@ -39,6 +40,7 @@ __all__ = [
     "broadcast_shapes",
     "constant_value",
     "contraction",
+    "control",
     "convolution",
     "indexing",
     "ir_dtype",

@@ -86,6 +86,15 @@ class StepOp(OpDef):
 
     #: what mixed precision wants: "low" (matmul-like), "high" (statistics, losses, long sums) or "follow" (its inputs)
     precision: ClassVar[str] = "follow"
+    #: whether a "high" op takes a 16-bit first operand as it is, since its kernel keeps sums in f32 itself: "always",
+    #: or "for low" where only ops that compute low read the result (else the result would be rounded too early)
+    widens: ClassVar[str] = ""
+    #: operands that stay f32 beside a 16-bit first operand
+    vectors: ClassVar[tuple[str, ...]] = ()
+    #: it moves elements and computes nothing, so a cast may stand on either side of it
+    moves: ClassVar[bool] = False
+    #: its ATen call brings operands of a narrower float type to its own by itself
+    converts: ClassVar[bool] = False
     #: one output element depends on one element of each (broadcast) operand
     pointwise: ClassVar[bool] = False
     commutative: ClassVar[bool] = False

@@ -28,6 +28,7 @@ class Indexing(StepOp):
 class Embedding(Indexing):
     """Rows of a table: y[i, ...] = weight[indices[i]]."""
 
+    moves = True
     weight = Operand(AnyTensor, "the table: [rows, width]")
     indices = Operand(IntTensor)
     y = Result()
@@ -137,6 +138,7 @@ def _same_elements(op: Op) -> str | None:
 class Gather(AlongDim):
     """y[i, j] = x[index[i, j], j] for dim = 0, and alike for others."""
 
+    moves = True
     x = Operand()
     index = Operand(IntTensor)
     y = Result()
@@ -311,6 +313,7 @@ class Index(Indexing):
     The index dimensions stand in place of the indexed ones where those are neighbours, in front otherwise.
     """
 
+    moves = True
     x = Operand()
     indices = Operand(IntTensor, "one per indexed dimension", variadic=True)
     y = Result()

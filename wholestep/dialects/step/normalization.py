@@ -45,7 +45,10 @@ def _row_shape(x, trailing: int) -> tuple[int, ...]:
 
 
 class RowNorm(StepOp):
-    """A normalisation over trailing dimensions: each row on its own, weight and bias shared by all rows."""
+    """A normalisation over trailing dimensions: each row on its own, weight and bias shared by all rows.
+
+    CUDA kernels take x and its weight in one element type only, so x is cast where the weight is f32.
+    """
 
     precision = "high"
 
@@ -450,6 +453,8 @@ class BatchNormLike(StepOp):
     """Common rules of batch_norm and its gradient: x is [N, C, ...], statistics are [C]."""
 
     precision = "high"
+    widens = "always"
+    vectors = ("weight", "bias", "running_mean", "running_var")
 
     @staticmethod
     def check(op):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ...ir.core import Op
 from ...ir.dialect import AnyType, Attr, Operand, Result
 from ...ir.types import ScalarType
-from ...torch_private import schema_of
+from ...torch_private import OpOverload, schema_of
 from .base import StepOp, ir_dtype, step, torch_dtype
 
 # How arguments that are not tensors are written in the `arguments` attribute.
@@ -77,6 +78,99 @@ def resolve(target: str) -> Any:
     """The torch operator that a target such as `aten.sort.default` names; only registered operators can be named."""
     namespace, name, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+_TARGET = re.compile(r"(aten)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\Z")
+#: copies its operands; that its gradient would be the user's own code does not matter once gradients are taken
+_COPIES = "wholestep.custom_function.default"
+#: what arguments of an operator on tensors may be; storages, dictionaries and objects are not among them
+_ARGUMENT = re.compile(
+    r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|int|float|bool|complex|number|str|Device|Generator)\]*\Z"
+)
+_RESULTS = ("Tensor", "List[Tensor]", "Optional[Tensor]", "int", "float", "bool", "number")
+
+
+def target_problem(target: str) -> str | None:
+    """Why an operator may not be part of a program from a file; None where it may.
+
+    Allowed are PyTorch's own operators from tensors and numbers to tensors, which change nothing and open no file.
+    """
+    match = _TARGET.match(target)
+    if match is None:
+        return f"{target} is not an operator of PyTorch's own (namespace aten)"
+    _, name, overload = match.groups()
+    packet = getattr(torch.ops.aten, name, None) if not name.startswith("__") else None
+    operator = getattr(packet, overload, None)
+    if not isinstance(operator, OpOverload):
+        return f"this PyTorch has no operator {target}"
+    schema = schema_of(operator)
+    if schema.is_mutable:
+        return f"{target} changes its arguments"
+    if not any(str(r.type) in _RESULTS[:3] for r in schema.returns):
+        return f"{target} gives no tensor"
+    if not all(str(r.type) in _RESULTS for r in schema.returns):
+        return f"{target} gives something else than tensors and numbers"
+    for argument in schema.arguments:
+        if argument.name == "filename" or not _ARGUMENT.match(str(argument.type)):
+            return f"{target} takes {argument.name}, which is no tensor and no number"
+    return None
+
+
+def opaque_problem(op: Op) -> str | None:
+    """What is wrong with a `step.opaque` or `step.opaque_grad` that comes from a file; None where nothing is."""
+    if not (op.name == "step.opaque" and op.target == _COPIES):
+        problem = target_problem(op.target)
+        if problem:
+            return problem
+        known = [a.name for a in schema_of(resolve(op.target)).arguments]
+        if len(op.arguments) > len(known) or any(k not in known for k in op.keywords):
+            return f"{op.target} takes {', '.join(known)}, not {len(op.arguments)} arguments and {list(op.keywords)}"
+    operands, given, wanted = len(op.operands), (), ()
+    if op.name == "step.opaque_grad":
+        given, wanted = op.given, op.wanted
+        operands -= len(given)
+        if len(wanted) != len(op.results) or any(not 0 <= i < operands for i in wanted) or min(given, default=0) < 0:
+            return "its gradients do not belong to its operands and results"
+    for value in (*op.arguments, *op.keywords.values()):
+        problem = argument_problem(value, operands)
+        if problem:
+            return problem
+    if not operands:
+        return source_problem(op)
+    return None
+
+
+def argument_problem(value: Any, operands: int) -> str | None:
+    """Why an encoded argument cannot be decoded."""
+    if isinstance(value, list):
+        return next((p for p in (argument_problem(v, operands) for v in value) if p), None)
+    if isinstance(value, tuple) or value is None or isinstance(value, bool | int | float | str):
+        return None
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, inner),) = value.items()
+        pair = isinstance(inner, list) and len(inner) == 2 and all(type(v) is float for v in inner)
+        if (
+            (kind == "tensor" and type(inner) is int and 0 <= inner < operands)
+            or (kind == "dtype" and isinstance(inner, ScalarType))
+            or (kind == "layout" and inner in _LAYOUTS)
+            or (kind == "memory_format" and inner in _FORMATS)
+            or (kind == "complex" and pair)
+            or (kind == "device" and isinstance(inner, str) and re.match(r"[a-z]+(:[0-9]{1,3})?\Z", inner))
+        ):
+            return None
+    return f"its argument {value} is none"
+
+
+def source_problem(op: Op) -> str | None:
+    """Why an opaque op without operands does not make the tensors it declares: it is asked for them without memory."""
+    if not any(a.name == "device" for a in schema_of(resolve(op.target)).arguments):
+        return f"{op.target} without tensors makes none"
+    try:
+        made = flatten_results(Opaque.call(op)(device="meta"))
+    except Exception as error:
+        return f"{op.target} does not take these arguments: {str(error).splitlines()[0] if str(error) else error!r}"
+    found = [(tuple(t.shape), ir_dtype(t.dtype)) for t in made]
+    return None if found == [(r.type.shape, r.type.element) for r in op.results] else f"{op.target} makes other tensors"
 
 
 def flatten_results(out: Any) -> list[Any]:

@@ -58,6 +58,7 @@ class Binary(Pointwise):
     """z = f(x, y)."""
 
     takes_numbers = True
+    converts = True
     x = Operand()
     y = Operand()
     z = Result()
@@ -92,7 +93,7 @@ def _reduce_both(b, op, dx, dy):
 # ---- unary -----------------------------------------------------------------------------------------------------------
 
 
-def unary(name: str, function, doc: str, derivative=None, base=FloatUnary, cost: int = 1, differentiable: bool = True):
+def unary(name: str, function, doc: str, derivative=None, base=FloatUnary, cost: int = 1, precision: str = "follow"):
     """Declares a unary op from its torch function and its derivative `d(b, dy, x, y)`."""
 
     def rule(b, op, dy):
@@ -104,7 +105,7 @@ def unary(name: str, function, doc: str, derivative=None, base=FloatUnary, cost:
         "__module__": __name__,
         "torch_function": staticmethod(function),
         "cost": cost,
-        "differentiable": differentiable,
+        "precision": precision,
     }
     if derivative is not None:
         fields["derivative"] = staticmethod(rule)
@@ -120,15 +121,38 @@ TWO_OVER_SQRT_PI = 2 / math.sqrt(math.pi)
 unary("neg", torch.neg, "-x.", lambda b, dy, x, y: b.neg(dy), base=Unary)
 unary("abs", torch.abs, "|x|.", lambda b, dy, x, y: b.mul(dy, b.sign(x)), base=Unary)
 unary("sign", torch.sign, "-1, 0 or 1.", _zero, base=Unary)
-unary("exp", torch.exp, "e to the x.", lambda b, dy, x, y: b.mul(dy, y), cost=4)
-unary("exp2", torch.exp2, "2 to the x.", lambda b, dy, x, y: b.mul(b.mul(dy, y), math.log(2)), cost=4)
-unary("expm1", torch.expm1, "e to the x, minus 1.", lambda b, dy, x, y: b.mul(dy, b.add(y, 1.0)), cost=4)
-unary("log", torch.log, "Natural logarithm.", lambda b, dy, x, y: b.div(dy, x), cost=4)
-unary("log2", torch.log2, "Binary logarithm.", lambda b, dy, x, y: b.div(dy, b.mul(x, math.log(2))), cost=4)
-unary("log1p", torch.log1p, "log(1 + x).", lambda b, dy, x, y: b.div(dy, b.add(x, 1.0)), cost=4)
+unary("exp", torch.exp, "e to the x.", lambda b, dy, x, y: b.mul(dy, y), cost=4, precision="high")
+unary("exp2", torch.exp2, "2 to the x.", lambda b, dy, x, y: b.mul(b.mul(dy, y), math.log(2)), cost=4, precision="high")
+unary(
+    "expm1", torch.expm1, "e to the x, minus 1.", lambda b, dy, x, y: b.mul(dy, b.add(y, 1.0)), cost=4, precision="high"
+)
+unary("log", torch.log, "Natural logarithm.", lambda b, dy, x, y: b.div(dy, x), cost=4, precision="high")
+unary(
+    "log2",
+    torch.log2,
+    "Binary logarithm.",
+    lambda b, dy, x, y: b.div(dy, b.mul(x, math.log(2))),
+    cost=4,
+    precision="high",
+)
+unary("log1p", torch.log1p, "log(1 + x).", lambda b, dy, x, y: b.div(dy, b.add(x, 1.0)), cost=4, precision="high")
 unary("sqrt", torch.sqrt, "Square root.", lambda b, dy, x, y: b.div(dy, b.mul(y, 2.0)), cost=2)
-unary("rsqrt", torch.rsqrt, "1 / sqrt(x).", lambda b, dy, x, y: b.mul(b.mul(dy, b.pow(y, 3.0)), -0.5), cost=2)
-unary("reciprocal", torch.reciprocal, "1 / x.", lambda b, dy, x, y: b.neg(b.mul(dy, b.mul(y, y))), cost=2)
+unary(
+    "rsqrt",
+    torch.rsqrt,
+    "1 / sqrt(x).",
+    lambda b, dy, x, y: b.mul(b.mul(dy, b.pow(y, 3.0)), -0.5),
+    cost=2,
+    precision="high",
+)
+unary(
+    "reciprocal",
+    torch.reciprocal,
+    "1 / x.",
+    lambda b, dy, x, y: b.neg(b.mul(dy, b.mul(y, y))),
+    cost=2,
+    precision="high",
+)
 unary("sin", torch.sin, "Sine.", lambda b, dy, x, y: b.mul(dy, b.cos(x)), cost=8)
 unary("cos", torch.cos, "Cosine.", lambda b, dy, x, y: b.neg(b.mul(dy, b.sin(x))), cost=8)
 unary("tanh", torch.tanh, "Hyperbolic tangent.", lambda b, dy, x, y: b.tanh_grad(dy, y), cost=8)
@@ -329,6 +353,7 @@ class Detach(Unary):
     """x, but no gradient flows back through it."""
 
     differentiable = False
+    moves = True
     torch_function = staticmethod(lambda x: x)
     cost = 0
 
@@ -426,6 +451,7 @@ class Rem(Binary):
 class Pow(Binary):
     """x to the power y."""
 
+    precision = "high"
     cost = 8
     torch_function = staticmethod(torch.pow)
 
@@ -554,6 +580,7 @@ comparison("bit_xor", torch.bitwise_xor, "Boolean or bitwise exclusive or.", com
 class Select(Pointwise):
     """x where the condition holds, y elsewhere."""
 
+    converts = True
     condition = Operand(BoolTensor)
     x = Operand(AnyTensor)
     y = Operand(AnyTensor)
@@ -623,8 +650,18 @@ class Scaled(Pointwise):
         return None if op.scale.type.size == 1 else "scale is a single number"
 
 
-def _number(scale):
-    return scale.item() if isinstance(scale, torch.Tensor) else scale
+def scaled(run, other):
+    """A call with the scale as a Python number, or, where it lives on a GPU and reading it would wait, as a tensor."""
+
+    def call(*tensors):
+        scale = tensors[-1]
+        if isinstance(scale, torch.Tensor):
+            if scale.device.type != "cpu":
+                return other(*tensors[:-1], scale.to(tensors[0].dtype))
+            scale = scale.item()
+        return run(*tensors[:-1], scale)
+
+    return call
 
 
 @step.op
@@ -636,7 +673,7 @@ class Axpy(Scaled):
 
     @staticmethod
     def evaluate(op):
-        return lambda x, y, scale: torch.add(x, y, alpha=_number(scale))
+        return scaled(lambda x, y, s: torch.add(x, y, alpha=s), lambda x, y, s: x + s * y)
 
     @staticmethod
     def expand(b, op):
@@ -653,7 +690,7 @@ class Addcmul(Scaled):
 
     @staticmethod
     def evaluate(op):
-        return lambda x, y, z, scale: torch.addcmul(x, y, z, value=_number(scale))
+        return scaled(lambda x, y, z, s: torch.addcmul(x, y, z, value=s), lambda x, y, z, s: x + s * y * z)
 
     @staticmethod
     def expand(b, op):
@@ -670,7 +707,7 @@ class Addcdiv(Scaled):
 
     @staticmethod
     def evaluate(op):
-        return lambda x, y, z, scale: torch.addcdiv(x, y, z, value=_number(scale))
+        return scaled(lambda x, y, z, s: torch.addcdiv(x, y, z, value=s), lambda x, y, z, s: x + s * (y / z))
 
     @staticmethod
     def expand(b, op):

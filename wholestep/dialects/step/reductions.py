@@ -68,6 +68,8 @@ class Reduction(StepOp):
 class Sum(Reduction):
     """Sum over dimensions."""
 
+    converts = True
+
     @staticmethod
     def evaluate(op):
         dims, keepdim, dtype = op.dims, op.keepdim, None
@@ -85,9 +87,16 @@ class Sum(Reduction):
 class Mean(Reduction):
     """Mean over dimensions."""
 
+    converts = True
     x = Operand(FloatTensor)
-    torch_function = staticmethod(torch.mean)
     reduction = "mean"
+
+    @staticmethod
+    def evaluate(op):
+        dims, keepdim, dtype = op.dims, op.keepdim, torch_dtype(op.y.type.element)
+        if not dims:
+            return lambda x: x
+        return lambda x: torch.mean(x, dims, keepdim, dtype=dtype)
 
     @staticmethod
     def derivative(b, op, dy):
@@ -111,6 +120,7 @@ def _extremum_gradient(b, op, dy):
 class Amax(Reduction):
     """Largest element."""
 
+    precision = "follow"
     torch_function = staticmethod(torch.amax)
     reduction = "max"
     derivative = staticmethod(_extremum_gradient)
@@ -120,6 +130,7 @@ class Amax(Reduction):
 class Amin(Reduction):
     """Smallest element."""
 
+    precision = "follow"
     torch_function = staticmethod(torch.amin)
     reduction = "min"
     derivative = staticmethod(_extremum_gradient)
@@ -128,6 +139,7 @@ class Amin(Reduction):
 class BooleanReduction(Reduction):
     """A reduction of booleans."""
 
+    precision = "follow"
     differentiable = False
 
     @staticmethod
@@ -159,6 +171,7 @@ class All(BooleanReduction):
 class Prod(Reduction):
     """Product over one dimension."""
 
+    converts = True
     reduction = "prod"
 
     @staticmethod
@@ -271,6 +284,7 @@ class Cumsum(StepOp):
     """Running sum along one dimension."""
 
     precision = "high"
+    converts = True
     x = Operand()
     y = Result()
     dim = Attr("int", "dimension")

@@ -13,6 +13,7 @@ from .base import LABELS, Roles, StepOp, step
 class Shape(StepOp):
     """Common rules of shape ops: no arithmetic."""
 
+    moves = True
     x = Operand()
     y = Result()
 
@@ -181,6 +182,7 @@ class SliceGrad(Shape):
 class SliceUpdate(StepOp):
     """`base` with one slice replaced by x."""
 
+    moves = True
     base = Operand()
     x = Operand()
     y = Result()
@@ -213,6 +215,7 @@ class SliceUpdate(StepOp):
 class Concat(StepOp):
     """Tensors joined along one dimension."""
 
+    moves = True
     xs = Operand(variadic=True)
     y = Result()
     dim = Attr("int", "dimension")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...ir.core import Op
-from ...ir.dialect import Attr, IntTensor, Operand, Result
+from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
 from ...ir.types import I64, TensorType
-from .base import Roles, StepOp, step, torch_dtype
+from .base import LABELS, Roles, StepOp, step, torch_dtype
+from .philox import DISTRIBUTIONS, draw, words_per_element
+from .philox_ops import expand_random
 
 
 class Source(StepOp):
@@ -69,32 +71,25 @@ class Iota(Source):
         return None if op.type.rank == 1 else "iota makes a vector"
 
 
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
-
-def mix_seed(seed: int, counter: int, stream: int) -> int:
-    """One 64-bit seed from the run's seed, the step's number and the op's stream (splitmix64 rounds)."""
-    state = seed & _MASK
-    for word in (counter, stream):
-        state = (state ^ ((word * _MIX) & _MASK)) + _MIX & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+#: what a random op takes: seed, step counter and micro-batch index
+RANDOM_KEY = TensorType((3,), I64)
 
 
 @step.op
 class Random(StepOp):
-    """Random numbers as a pure function of (seed, step counter, stream): asking twice gives the same numbers.
+    """Random numbers as a pure function of (seed, step counter, micro-batch, stream): asking twice gives the same.
 
-    `uniform` is on [0, 1), `normal` is standard, `exponential` has rate 1. Nothing is stored: backward asks again.
+    `uniform` is on [0, 1), `normal` is standard, `exponential` has rate 1 and is never 0. The bits are those of
+    Philox4x32-10 (philox.py) on every device. Nothing is stored: backward asks again, so `cse` leaves an op per phase.
+    The key is read by the host and lives on the CPU, whatever device the numbers are made on.
     """
 
     differentiable = False
-    key = Operand(IntTensor, "seed and step counter, a pair of integers")
-    y = Result()
-    distribution = Attr("str", "which distribution", choices=("uniform", "normal", "exponential"))
+    regenerated = True
+    takes_device = True
+    key = Operand(IntTensor, "seed, step counter and micro-batch index, on the CPU")
+    y = Result(FloatTensor)
+    distribution = Attr("str", "which distribution", choices=DISTRIBUTIONS)
     stream = Attr("int", "number of this random op in the program")
     type = Attr("type", "the type of the result")
 
@@ -105,24 +100,25 @@ class Random(StepOp):
     @staticmethod
     def evaluate(op):
         shape, dtype, stream, distribution = op.type.shape, torch_dtype(op.type.element), op.stream, op.distribution
+        return lambda key, device=None: draw(distribution, shape, dtype, key.tolist(), stream, device)
 
-        def draw(key):
-            seed, counter = key.tolist()
-            generator = torch.Generator(device=key.device).manual_seed(mix_seed(seed, counter, stream))
-            out = torch.empty(shape, dtype=dtype, device=key.device)
-            if distribution == "uniform":
-                return out.uniform_(generator=generator)
-            if distribution == "normal":
-                return out.normal_(generator=generator)
-            return out.exponential_(generator=generator)
-
-        return draw
+    @staticmethod
+    def expand(b, op):
+        return expand_random(b, op)
 
     @staticmethod
     def check(op):
-        return None if op.key.type is TensorType((2,), I64) else "the key is a tensor<2xi64>"
+        if op.key.type is not RANDOM_KEY:
+            return f"the key is a {RANDOM_KEY}"
+        if op.type.element.text not in ("f64", "f32", "bf16", "f16"):
+            return f"random numbers are real floating-point numbers, not {op.type.element}"
+        if not 0 <= op.stream < 1 << 32:
+            return "the stream is a number from 0 to 2**32 - 1"
+        if op.type.size * words_per_element(torch_dtype(op.type.element)) > 1 << 34:
+            return "one stream holds 2**34 words; draw in several parts"
+        return None
 
     @staticmethod
     def roles(op):
-        labels = "abcdefgh"[: op.y.type.rank]
-        return Roles(("z",), (labels,), whole=labels)
+        labels, key = LABELS[: op.y.type.rank], LABELS[-1]
+        return Roles((key,), (labels,), whole=labels + key)

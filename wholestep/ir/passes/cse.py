@@ -1,7 +1,8 @@
 """Common subexpression elimination: of two pure ops that compute the same, the earlier one stays.
 
 One walk in program order with a table of what was computed; a region sees the table of what encloses it, unless its op
-is isolated. The `phase` of an op does not count: backward may reuse what forward computed.
+is isolated. The `phase` of an op does not count, as backward may reuse what forward computed, except for ops that each
+phase computes for itself (`regenerated`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def _key(op: Op) -> Any:
     operands: Any = op.operands
     if op.definition.commutative and len(operands) == 2 and id(operands[0]) > id(operands[1]):
         operands = (operands[1], operands[0])
-    attributes = op.attributes
-    frozen = frozenset([(k, v if type(v) in _PLAIN else freeze(v)) for k, v in attributes.items() if k != "phase"])
+    attributes, by_phase = op.attributes, op.definition.regenerated
+    frozen = frozenset(
+        [(k, v if type(v) in _PLAIN else freeze(v)) for k, v in attributes.items() if k != "phase" or by_phase]
+    )
     return op.definition, operands, frozen, tuple([r.type for r in op.results])

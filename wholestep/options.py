@@ -1,0 +1,117 @@
+"""What a user may choose about a step: one frozen record, checked before anything is compiled, saved as plain JSON."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .errors import InputError
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SHAPES = ("static", "bucket")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the loss scale of fp16 training moves; the names and defaults of `torch.amp.GradScaler`."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `ws.compile`; its documentation says what each does."""
+
+    precision: Any = "fp32"
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+    skip_nonfinite: bool = False
+    loss_scale: Scaling = Scaling()
+    ema: float | None = None
+    shapes: str = "static"
+    max_variants: int = 8
+    pad: Mapping[str, float] | None = None
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_scale, Mapping):
+            known = [f.name for f in fields(Scaling)]
+            for key in self.loss_scale:
+                if key not in known:
+                    raise InputError(f"loss_scale has no setting {key!r}; its settings are {', '.join(known)}")
+            object.__setattr__(self, "loss_scale", Scaling(**self.loss_scale))
+        elif isinstance(self.loss_scale, int | float):
+            object.__setattr__(self, "loss_scale", Scaling(init_scale=float(self.loss_scale)))
+        self._check_clipping()
+        self._check_scaling()
+        if not is_count(self.accumulate):
+            raise InputError(f"accumulate must be a positive number of micro-batches, not {self.accumulate!r}")
+        if not is_count(self.max_variants):
+            raise InputError(f"max_variants must be a positive number of compiled shapes, not {self.max_variants!r}")
+        if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
+            raise InputError(f"ema is the decay of the average, from 0 up to but not including 1, not {self.ema!r}")
+        if self.shapes not in SHAPES:
+            hint = near(self.shapes, SHAPES)
+            raise InputError(f"shapes must be one of {', '.join(SHAPES)}, not {self.shapes!r}{hint}")
+        if self.pad is not None and not (
+            isinstance(self.pad, Mapping) and all(isinstance(k, str) and is_number(v) for k, v in self.pad.items())
+        ):
+            raise InputError('pad maps names of the batch to the number they are padded with, such as {"labels": -100}')
+        if self.pad and self.shapes != "bucket":
+            raise InputError('pad= only has a meaning with shapes="bucket"')
+
+    def _check_clipping(self) -> None:
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and value > 0):
+                raise InputError(f"{name} must be a positive number, not {value!r}; leave it out for no clipping")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise InputError("clip_norm and clip_value are both given: clip by one of them")
+
+    def _check_scaling(self) -> None:
+        scale = self.loss_scale
+        if not isinstance(scale, Scaling):
+            raise InputError(f"loss_scale is a number or the settings of torch.amp.GradScaler, not {scale!r}")
+        if not (is_number(scale.init_scale) and 0 < scale.init_scale < math.inf):
+            raise InputError(f"the first loss scale must be positive and finite, not {scale.init_scale!r}")
+        if not (is_number(scale.growth_factor) and 1 < scale.growth_factor < math.inf):
+            raise InputError(f"growth_factor must be greater than 1, not {scale.growth_factor!r}")
+        if not (is_number(scale.backoff_factor) and 0 < scale.backoff_factor < 1):
+            raise InputError(f"backoff_factor must lie between 0 and 1, not {scale.backoff_factor!r}")
+        if not is_count(scale.growth_interval):
+            raise InputError(f"growth_interval must be a positive number of steps, not {scale.growth_interval!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as plain values."""
+        found = asdict(self)
+        found["pad"] = dict(self.pad) if self.pad else None
+        return found
+
+    @classmethod
+    def from_json(cls, found: Any) -> Options:
+        """Options from plain values; InputError where they are none."""
+        known = [f.name for f in fields(cls)]
+        if not isinstance(found, dict) or any(k not in known for k in found):
+            raise InputError(f"options must be a dictionary of {', '.join(known)}")
+        return cls(**found)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def near(given: Any, choices: Any) -> str:
+    """A hint at what was probably meant."""
+    found = difflib.get_close_matches(str(given), list(choices), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,0 +1,175 @@
+"""State that a step keeps beside the model and the optimizer: random counters, low-precision copies, averages, scale.
+
+Copies follow the parameters: one that was written by anybody else since the last step is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..capture.slots import Slot
+from ..dialects.step import torch_dtype
+from ..errors import InputError, LossScaleError
+from ..options import Options
+from ..torch_private import version_of
+
+KINDS = ("copy", "ema", "scaler")
+#: a loss scale this far below 1 (or below the first scale) has collapsed: no scale makes the gradients finite
+COLLAPSED = 2.0**-10
+
+
+class OwnState:
+    """The tensors and counters of one step, by the source of their slots."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.seed, self.counter = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, 0
+        self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.averaged = 0
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._watched: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    # ---- what a program reads ----------------------------------------------------------------------------------------
+
+    def key(self) -> torch.Tensor:
+        """Seed, step and micro-batch: always on the host, where reading it waits for nothing."""
+        return torch.tensor([self.seed, self.counter, 0], dtype=torch.int64)
+
+    def ema_weight(self) -> float:
+        """The share of the new parameter in its average: all of it on the first step, as torch's AveragedModel."""
+        assert self.options.ema is not None
+        return 1 - self.options.ema if self.averaged else 1.0
+
+    def fetch(self, slot: Slot, parameters: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """The tensor of a slot, made where it is not there yet."""
+        found = self.tensors.get(slot.source)
+        dtype = torch_dtype(slot.type.element)
+        if slot.kind == "scaler":
+            if found is None or found.device != device:
+                start = self.options.loss_scale.init_scale if slot.source[1] == "scale" else 0
+                found = torch.full((), start, dtype=dtype, device=device) if found is None else found.to(device)
+                self.tensors[slot.source] = found
+            return found
+        fqn = slot.source[1]
+        parameter = parameters[fqn].detach()
+        if found is None or found.dtype != dtype or found.shape != parameter.shape or found.device != device:
+            found = self.tensors[slot.source] = parameter.to(dtype, copy=True)
+        elif slot.kind == "copy" and self._versions.get(fqn) != mark(parameters[fqn]):
+            found.copy_(parameter)
+        if slot.kind == "copy":
+            self._versions[fqn] = mark(parameters[fqn])
+        return found
+
+    def follow(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
+        """After the step has written parameters and their copies: they agree."""
+        for slot in slots:
+            if slot.kind == "copy":
+                self._versions[slot.source[1]] = mark(parameters[slot.source[1]])
+
+    def refresh(self) -> None:
+        """Makes every low-precision copy again before the next step."""
+        self._versions.clear()
+
+    # ---- the loss scale ----------------------------------------------------------------------------------------------
+
+    def watch_scale(self) -> None:
+        """Raises once the loss scale has collapsed. On a GPU the news is read when it arrives, without waiting."""
+        scale = self.tensors.get(("scaler", "scale"))
+        if scale is None:
+            return
+        if scale.device.type == "cpu":
+            self._judge(float(scale))
+            return
+        if self._watched is not None:
+            value, event = self._watched
+            if not event.query():
+                return
+            self._watched = None
+            self._judge(float(value))
+        value = torch.empty((), dtype=scale.dtype, pin_memory=True)
+        value.copy_(scale, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._watched = (value, event)
+
+    def _judge(self, scale: float) -> None:
+        first = self.options.loss_scale.init_scale
+        if not scale >= COLLAPSED * min(1.0, first):
+            raise LossScaleError(
+                f"the loss scale has collapsed from {first:g} to {scale:g}: the gradients are not finite at any scale, "
+                "so every update is skipped.\nTry: look for NaN in the batch or the loss, lower the learning rate, "
+                'keep the layer that overflows in fp32 (precision={"default": "fp16", "layer": "fp32"}), or use bf16'
+            )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Random counters, and the loss scale and averages where the step has them."""
+        found: dict[str, Any] = {"random": {"seed": self.seed, "counter": self.counter}}
+        scale = self.tensors.get(("scaler", "scale"))
+        if scale is not None:  # the keys of torch.amp.GradScaler.state_dict()
+            how, tracker = self.options.loss_scale, self.tensors["scaler", "growth_tracker"]
+            found["scaler"] = {
+                "scale": float(scale),
+                "growth_factor": how.growth_factor,
+                "backoff_factor": how.backoff_factor,
+                "growth_interval": how.growth_interval,
+                "_growth_tracker": int(tracker),
+            }
+        if self.options.ema is not None:
+            averages = {source[1]: t.clone() for source, t in self.tensors.items() if source[0] == "ema"}
+            found["ema"] = {"decay": self.options.ema, "updates": self.averaged, "parameters": averages}
+        return found
+
+    def check(self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raises where a state dict is not of this step; changes nothing."""
+        random, scaler, ema = (state.get(k) for k in ("random", "scaler", "ema"))
+        if random is not None and not has_numbers(random, "seed", "counter"):
+            raise InputError("the random state of the checkpoint is not a seed and a counter. Nothing was loaded")
+        if scaler is not None and not has_numbers(scaler, "scale", "_growth_tracker"):
+            raise InputError("the loss scale of the checkpoint is not one of torch.amp.GradScaler. Nothing was loaded")
+        if ema is None:
+            return
+        averages = ema.get("parameters") if isinstance(ema, Mapping) else None
+        if not isinstance(averages, Mapping) or not has_numbers(ema, "updates"):
+            raise InputError("the averages of the checkpoint are not those of a step. Nothing was loaded")
+        for fqn, tensor in averages.items():
+            if fqn not in parameters or parameters[fqn].shape != tensor.shape:
+                have = f"{list(parameters[fqn].shape)} in this model" if fqn in parameters else "not in this model"
+                raise InputError(
+                    f"the average of {fqn} has shape {list(tensor.shape)}, and {fqn} is {have}. Nothing was loaded"
+                )
+
+    def load(self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state_dict` gave (and `check` accepted)."""
+        random = state.get("random")
+        if random is not None:
+            self.seed, self.counter = int(random["seed"]), int(random["counter"])
+        device = next(iter(parameters.values())).device
+        scaler = state.get("scaler")
+        if scaler:
+            values = (
+                ("scale", scaler["scale"], torch.float32),
+                ("growth_tracker", scaler["_growth_tracker"], torch.int64),
+            )
+            for name, value, dtype in values:
+                self.tensors["scaler", name] = torch.full((), value, dtype=dtype, device=device)
+        ema = state.get("ema")
+        if ema is not None and self.options.ema is not None:
+            self.averaged = int(ema["updates"])
+            for fqn, tensor in ema["parameters"].items():
+                self.tensors["ema", fqn] = tensor.to(parameters[fqn].device, parameters[fqn].dtype, copy=True)
+        self.refresh()
+
+
+def has_numbers(found: Any, *keys: str) -> bool:
+    """Whether a mapping holds a number under each key."""
+    return isinstance(found, Mapping) and all(isinstance(found.get(k), int | float) for k in keys)
+
+
+def mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """Which tensor, written how often."""
+    return parameter.data_ptr(), version_of(parameter)
