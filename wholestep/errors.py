@@ -51,5 +51,9 @@ class MismatchError(WholestepError):
     """`verify=True` found a tensor that differs from eager execution."""
 
 
+class StaleCopyError(WholestepError):
+    """A parameter was changed unseen, and a step has used the old low-precision copy of it."""
+
+
 class LossScaleError(WholestepError):
     """The dynamic loss scale of fp16 training has fallen so far that no update will ever be taken."""

@@ -32,7 +32,8 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
         getattr(module, "_global_optimizer_pre_hooks", None),
         getattr(module, "_global_optimizer_post_hooks", None),
     ]
-    return [getattr(h, "__name__", type(h).__name__) for hooks in registries if hooks for h in hooks.values()]
+    found = [h for hooks in registries if hooks for h in hooks.values()]
+    return [getattr(h, "__name__", type(h).__name__) for h in found if not getattr(h, "of_wholestep", False)]
 
 
 def trace_with_fake_tensors(function: Any, kinds: list[tuple[Any, ...]]) -> torch.fx.GraphModule:

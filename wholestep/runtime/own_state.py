@@ -1,10 +1,12 @@
 """State that a step keeps beside the model and the optimizer: random counters, low-precision copies, averages, scale.
 
-Copies follow the parameters: one that was written by anybody else since the last step is made again.
+Copies follow the parameters: one that was written by anybody else since the last step is made again. Autograd's version
+counters tell; eager steps of the optimizer and writes through `.data`, which they do not count, are noticed otherwise.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +14,13 @@ import torch
 
 from ..capture.slots import Slot
 from ..dialects.step import torch_dtype
-from ..errors import InputError, LossScaleError
+from ..errors import InputError, LossScaleError, StaleCopyError
 from ..options import Options
 from ..torch_private import version_of
 
 KINDS = ("copy", "ema", "scaler")
+#: how many elements of a parameter are looked at between steps
+SAMPLES = 16
 #: a loss scale this far below 1 (or below the first scale) has collapsed: no scale makes the gradients finite
 COLLAPSED = 2.0**-10
 
@@ -30,7 +34,11 @@ class OwnState:
         self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self.averaged = 0
         self._versions: dict[str, tuple[int, int]] = {}
-        self._watched: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._scale_news, self._change_news = News(), News()
+        #: a few elements of every copied parameter, and what they were after the last step
+        self._places: list[int] = []
+        self._samples: list[torch.Tensor] = []
+        self._sampled: torch.Tensor | None = None
 
     # ---- what a program reads ----------------------------------------------------------------------------------------
 
@@ -65,35 +73,48 @@ class OwnState:
 
     def follow(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
         """After the step has written parameters and their copies: they agree."""
-        for slot in slots:
-            if slot.kind == "copy":
-                self._versions[slot.source[1]] = mark(parameters[slot.source[1]])
+        copied = [slot.source[1] for slot in slots if slot.kind == "copy"]
+        for fqn in copied:
+            self._versions[fqn] = mark(parameters[fqn])
+        if copied:
+            places = [parameters[fqn].data_ptr() for fqn in copied]
+            if places != self._places:
+                self._places, self._samples = places, [sample(parameters[fqn]) for fqn in copied]
+            self._sampled = bits(torch.cat(self._samples))
+
+    def notice_changes(self) -> None:
+        """Looks at a few elements of each copied parameter for writes that no counter has seen (`p.data.mul_(2)`).
+
+        On the host the copies are then made again. On a GPU the answer is read when it has arrived, without waiting,
+        and is an error by then.
+        """
+        if self._sampled is None or not self._versions:
+            return
+        changed = (bits(torch.cat(self._samples)) != self._sampled).any()
+        for found in self._change_news.exchange(changed):
+            if changed.device.type == "cpu" and found:
+                self.refresh()
+            elif found:
+                self.refresh()
+                raise StaleCopyError(
+                    "a parameter was changed through .data, which autograd does not count, so a step has used its old "
+                    "low-precision copy; call step.refresh() after such changes, or change it under torch.no_grad()"
+                )
 
     def refresh(self) -> None:
         """Makes every low-precision copy again before the next step."""
         self._versions.clear()
+        self._sampled = None
+        self._change_news = News()
 
     # ---- the loss scale ----------------------------------------------------------------------------------------------
 
     def watch_scale(self) -> None:
         """Raises once the loss scale has collapsed. On a GPU the news is read when it arrives, without waiting."""
         scale = self.tensors.get(("scaler", "scale"))
-        if scale is None:
-            return
-        if scale.device.type == "cpu":
-            self._judge(float(scale))
-            return
-        if self._watched is not None:
-            value, event = self._watched
-            if not event.query():
-                return
-            self._watched = None
-            self._judge(float(value))
-        value = torch.empty((), dtype=scale.dtype, pin_memory=True)
-        value.copy_(scale, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._watched = (value, event)
+        if scale is not None:
+            for value in self._scale_news.exchange(scale):
+                self._judge(value)
 
     def _judge(self, scale: float) -> None:
         first = self.options.loss_scale.init_scale
@@ -163,6 +184,57 @@ class OwnState:
             for fqn, tensor in ema["parameters"].items():
                 self.tensors["ema", fqn] = tensor.to(parameters[fqn].device, parameters[fqn].dtype, copy=True)
         self.refresh()
+
+
+class News:
+    """A number of the device on its way to the host: given away now, read once it has arrived, never waited for."""
+
+    def __init__(self) -> None:
+        self._under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def exchange(self, value: torch.Tensor) -> list[Any]:
+        """Sends a number on its way unless one still is; gives those that have arrived. On the host that is at once."""
+        if value.device.type == "cpu":
+            return [value.item()]
+        arrived = []
+        if self._under_way is not None:
+            held, event = self._under_way
+            if not event.query():
+                return []
+            arrived.append(held.item())
+        held = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        held.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way = (held, event)
+        return arrived
+
+
+class EagerStepNotice:
+    """A hook on the user's optimizer: an eager step changes parameters, and fused kernels do so uncounted."""
+
+    of_wholestep = True
+
+    def __init__(self, own: OwnState):
+        self._own = weakref.ref(own)
+
+    def __call__(self, *_: Any) -> None:
+        own = self._own()
+        if own is not None:
+            own.refresh()
+
+
+def sample(parameter: torch.Tensor) -> torch.Tensor:
+    """A few elements from the middle of a parameter, as a view of it; none of one that is scattered in memory."""
+    channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    count = parameter.numel() if parameter.is_contiguous() or channels_last else 0
+    start = parameter.storage_offset() + max(0, count // 2 - SAMPLES // 2)
+    return parameter.detach().as_strided((min(SAMPLES, count),), (1,), start)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, so that NaN equals itself."""
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int64)
 
 
 def has_numbers(found: Any, *keys: str) -> bool:

@@ -34,7 +34,7 @@ from . import own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
 from .executor import Executable
-from .own_state import OwnState
+from .own_state import EagerStepNotice, OwnState
 from .padding import Cut, Padding, cut_back
 from .report import Report, report_of
 from .saved import write_step
@@ -84,6 +84,7 @@ class TrainStep:
         self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
         self.plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
+        self._notice: Any = None
         if compile_now:
             self._variant(self._fill(example_batch)[0])
 
@@ -203,6 +204,8 @@ class TrainStep:
         """Takes a compiled program in; beyond `max_variants` the least recently used one goes."""
         compiled.buffers = buffer_homes(self.model, self.loss_fn)
         self.plan = compiled.plan
+        if compiled.program.policy.low is not None and self._notice is None:
+            self._notice = self.optimizer.register_step_post_hook(EagerStepNotice(self._own))
         self._variants[tuple([s.type.shape for s in compiled.batch_slots])] = compiled
         while len(self._variants) > (self.options.max_variants if self.options.shapes == "bucket" else 1):
             self._variants.popitem(last=False)
@@ -245,6 +248,7 @@ class TrainStep:
     def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any, cut: Cut | None) -> Any:
         program = compiled.program
         created: dict[str, dict[str, Any]] = {}
+        self._own.notice_changes()
         inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
         outputs = compiled.executable([t.detach() for t in inputs])
         if self.options.verify and self.verified is None:
