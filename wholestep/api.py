@@ -26,7 +26,8 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, regenerate  # noqa: F401  (they register their passes)
+from .transforms import casts, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms.opportunity import transform
 
 #: what every program goes through once it is whole
 PIPELINE = "place-casts,cse,dce,regenerate"
@@ -48,6 +49,9 @@ def compile(
     shapes: str = "static",
     max_variants: int = 8,
     pad: Mapping[str, float] | None = None,
+    recipe: Sequence[str] = (),
+    force: Sequence[str] = (),
+    forbid: Sequence[str] = (),
     verify: bool = False,
 ) -> TrainStep:
     """Compiles one whole training step: forward, loss, backward, clipping and the optimizer's update.
@@ -66,6 +70,8 @@ def compile(
     ema: keeps an exponential moving average of the parameters with this decay: `step.ema_state_dict()`.
     shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
+    recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
+        `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
 
     The model and the optimizer stay the truth: their tensors are updated in place, and compiled and eager steps may be
@@ -83,6 +89,9 @@ def compile(
         shapes=shapes,
         max_variants=max_variants,
         pad=pad,
+        recipe=recipe,  # type: ignore[arg-type]
+        force=force,  # type: ignore[arg-type]
+        forbid=forbid,  # type: ignore[arg-type]
         verify=verify,
     )
     check_options(options)
@@ -112,7 +121,8 @@ def load(
         step = TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options, compile_now=False)
         for program in saved.programs:
             program.policy = parse_precision(options.precision)
-            step.adopt(executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}))
+            recipe = [d["name"] for d in saved.decisions]
+            step.adopt(executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}, recipe))
     return step
 
 
@@ -128,6 +138,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
+    recipe = transform(program.module, recipe=options.recipe, force=options.force, forbid=options.forbid)
+    run_pipeline(program.module, "dce")
     optimised_at = clock()
     verify_ir(program.module)
     seconds = {
@@ -136,16 +148,18 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         "passes": optimised_at - built_at,
         "verify": clock() - optimised_at,
     }
-    return executable_of(step, program, plan, seconds)
+    return executable_of(step, program, plan, seconds, recipe)
 
 
-def executable_of(step: TrainStep, program: Program, plan: OptimizerPlan, seconds: dict[str, float]) -> Compiled:
+def executable_of(
+    step: TrainStep, program: Program, plan: OptimizerPlan, seconds: dict[str, float], recipe: Sequence[str] = ()
+) -> Compiled:
     """A program made ready to run for this step."""
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
     executable = Executable(program.function, device, host_numbers(program, step.optimizer))
     seconds = {**seconds, "build": time.perf_counter() - start}
-    return Compiled(program, plan, executable, program_key(step, plan), seconds)
+    return Compiled(program, plan, executable, program_key(step, plan), seconds, recipe)
 
 
 def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int]:

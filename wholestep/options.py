@@ -38,6 +38,9 @@ class Options:
     shapes: str = "static"
     max_variants: int = 8
     pad: Mapping[str, float] | None = None
+    recipe: tuple[str, ...] = ()
+    force: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -47,14 +50,22 @@ class Options:
                 if key not in known:
                     raise InputError(f"loss_scale has no setting {key!r}; its settings are {', '.join(known)}")
             object.__setattr__(self, "loss_scale", Scaling(**self.loss_scale))
-        elif isinstance(self.loss_scale, int | float):
-            object.__setattr__(self, "loss_scale", Scaling(init_scale=float(self.loss_scale)))
+        elif is_number(self.loss_scale):
+            object.__setattr__(self, "loss_scale", Scaling(init_scale=float(self.loss_scale)))  # type: ignore[arg-type]
+        for name in ("recipe", "force", "forbid"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                raise InputError(f"{name} is a list of keys such as 'recompute */gelu#*', not {value!r}")
+            object.__setattr__(self, name, tuple(value))
         self._check_clipping()
         self._check_scaling()
         if not is_count(self.accumulate):
             raise InputError(f"accumulate must be a positive number of micro-batches, not {self.accumulate!r}")
         if not is_count(self.max_variants):
             raise InputError(f"max_variants must be a positive number of compiled shapes, not {self.max_variants!r}")
+        for name in ("skip_nonfinite", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
             raise InputError(f"ema is the decay of the average, from 0 up to but not including 1, not {self.ema!r}")
         if self.shapes not in SHAPES:

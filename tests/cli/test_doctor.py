@@ -12,8 +12,10 @@ import torch
 
 from wholestep.cli import doctor, main
 from wholestep.cli.console import Console
+from wholestep.machine import calibrate as calibration
 from wholestep.machine.cpu import Amx
 from wholestep.machine.describe import Cuda, Machine
+from wholestep.machine.description import Description, load_description
 
 COMPLETE = Machine(
     system="Linux 6 x86_64",
@@ -92,3 +94,42 @@ def test_json_of_this_machine(capsys):
     assert facts["torch"] == torch.__version__
     assert facts["amx"]["verdict"] and isinstance(facts["amx"]["safe"], bool)
     assert all(set(entry) == {"what", "loss"} for entry in facts["missing"])
+
+
+MEASURED = Description(
+    "A CPU", "cpu", 2e10, {"f32": 1e11, "bf16": 2e11}, 2.5e-6, cores=2, sources={"bandwidth": "measured"}
+)
+
+
+def test_calibration_is_shown_and_written(monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(doctor, "describe", lambda: replace(COMPLETE, cuda=()))
+    monkeypatch.setattr(calibration, "calibrate", lambda device: asked.append(device) or MEASURED)
+    file = tmp_path / "mine.json"
+    assert main.main(["doctor", "--calibrate", "--write", str(file)]) == 0
+    out = capsys.readouterr().out
+    for figure in ("20.0 GB/s", "100.0 Gflop/s", "200.0 Gflop/s", "2.50 us", "WHOLESTEP_MACHINE="):
+        assert figure in out
+    assert load_description(file) == MEASURED and asked == ["cpu"]
+    assert main.main(["doctor", "--calibrate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bandwidth"] == 2e10
+
+
+def test_a_cuda_device_is_measured_where_there_is_one(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(doctor, "describe", lambda: COMPLETE)
+    monkeypatch.setattr(calibration, "calibrate", lambda device: asked.append(device) or MEASURED)
+    assert main.main(["doctor", "--calibrate"]) == 0
+    assert asked == ["cuda:0"] and "A CPU" in capsys.readouterr().out
+
+
+def test_calibration_that_cannot_be(monkeypatch, capsys, tmp_path):
+    assert main.main(["doctor", "--write", "x.json"]) == 1
+    assert "give both" in capsys.readouterr().err
+    monkeypatch.setattr(doctor, "describe", lambda: replace(COMPLETE, torch=None, torch_problem="gone"))
+    assert main.main(["doctor", "--calibrate"]) == 1
+    assert "without torch: gone" in capsys.readouterr().err
+    monkeypatch.setattr(doctor, "describe", lambda: replace(COMPLETE, cuda=()))
+    monkeypatch.setattr(calibration, "calibrate", lambda device: MEASURED)
+    assert main.main(["doctor", "--calibrate", "--write", str(tmp_path / "absent" / "x")]) == 1
+    assert "cannot be written" in capsys.readouterr().err

@@ -261,6 +261,37 @@ def test_layers_frozen_and_unfrozen_mid_run_compile_again_and_equal_eager():
     assert compiled.step.report().compilations >= 2
 
 
+def test_one_checkpoint_can_be_loaded_twice():
+    run = Run(Dropping, vectors, adamw, compiled=True)
+    run.scheduler = None
+    run.train(0, 2)
+    state = copy.deepcopy(run.step.state_dict())
+    curves = []
+    for _ in range(2):
+        run.step.load_state_dict(state)
+        curves.append(run.train(2, 5))
+    assert curves[0] == curves[1]
+
+
+def test_the_loss_scale_of_a_checkpoint_goes_where_there_is_one():
+    def compiled(**options: Any) -> Any:
+        model = fresh(Dropping)
+        return ws.compile(model, F.mse_loss, adamw(model), (torch.ones(2, 4), torch.ones(2, 3)), **options)
+
+    half = compiled(precision="fp16")
+    half(torch.ones(2, 4), torch.ones(2, 3))
+    state = copy.deepcopy(half.state_dict())
+    single = compiled(skip_nonfinite=True)
+    single.load_state_dict(state)
+    single(torch.ones(2, 4), torch.ones(2, 3))
+    assert "scaler" not in single.state_dict() and single.report().loss_scale is None
+    half.load_state_dict({**state, "scaler": torch.amp.GradScaler("cpu", enabled=False).state_dict()})
+    assert half.state_dict()["scaler"] == state["scaler"]
+    for bad in ({**state["scaler"], "scale": float("nan")}, {"scale": 0.0, "_growth_tracker": 0}):
+        with pytest.raises(InputError, match="the loss scale of the checkpoint is not one"):
+            half.load_state_dict({**state, "scaler": bad})
+
+
 # ---- a checkpoint that does not fit ----------------------------------------------------------------------------------
 
 

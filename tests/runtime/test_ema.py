@@ -74,6 +74,37 @@ def test_frozen_layers_keep_their_value_in_the_average():
     assert step.compilations == 2
 
 
+def test_a_layer_that_is_frozen_later_goes_on_as_in_torch():
+    model = fresh(Perceptron)
+    step = ws.compile(model, squares, adamw(model), (data(6, 4),), ema=0.5)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for seed in range(6):
+        model.first.requires_grad_(seed not in (2, 3))
+        step(data(6, 4, seed=seed))
+        average.update_parameters(model)
+    torch.testing.assert_close(step.ema_state_dict(), dict(average.module.state_dict()), rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpoint_without_averages_starts_them_anew():
+    model, other = fresh(Perceptron), fresh(Perceptron, seed=1)
+    step = ws.compile(model, squares, sgd(model), (data(6, 4),), ema=0.9)
+    step(data(6, 4))
+    step.load_state_dict(ws.compile(other, squares, sgd(other), (data(6, 4),)).state_dict())
+    step(data(6, 4))
+    torch.testing.assert_close(step.ema_state_dict(), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_no_step_while_the_model_holds_its_averages():
+    model = fresh(Perceptron)
+    step = ws.compile(model, squares, sgd(model), (data(6, 4),), ema=0.9)
+    step(data(6, 4))
+    before = copy.deepcopy(model.state_dict())
+    with step.averaged(), pytest.raises(InputError, match=r"inside `with step\.averaged"):
+        step(data(6, 4))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    step(data(6, 4))
+
+
 def test_no_average_was_asked_for():
     model = fresh(Perceptron)
     step = ws.compile(model, squares, sgd(model), (data(6, 4),))

@@ -36,3 +36,19 @@ def test_content():
     for _ in range(3):
         step(data(3, 4))
     assert re.search(r"^3 steps, median \d+\.\d ms \(first \d+\.\d ms\)$", str(step.report()), re.M)
+
+
+def test_movement_is_part_of_it(monkeypatch):
+    monkeypatch.setenv("WHOLESTEP_MACHINE", "h200")
+    model = fresh(lambda: Body(lambda m, x: torch.tanh(m.layer(x))))
+    step = ws.compile(model, squares, adamw(model), (data(300, 4),), clip_norm=1.0)
+    report = step.report()
+    assert report.movement is not None and report.bytes == report.movement.ledger.total > 0
+    text = str(report)
+    assert len(text.splitlines()) < 60
+    for cause in report.movement.ledger.by_cause():
+        assert re.search(rf"^  {cause} +[\d.]+ \w+ +[\d.]+ \w+ +[\d.]+%$", text, re.M)
+    assert f"= {report.movement.ratio:.2f}" in text and re.search(r"contract .* layer at \w+\.py:\d+$", text, re.M)
+    assert "at the limits of NVIDIA H200" in text and "measured" not in text.split("at the limits")[1].splitlines()[0]
+    step(data(300, 4))
+    assert re.search(r"at the limits of NVIDIA H200: .*; measured [\d.]+ \w+$", str(step.report()), re.M)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import json
 import os
 import random
@@ -334,6 +335,60 @@ def test_another_model_is_refused_by_the_name_of_what_differs(lively_file, make,
     other = make()
     with pytest.raises(SavedStepError, match=message):
         ws.load(path, other, squares, adamw(other))
+
+
+def test_what_a_loss_function_has_bound_is_compared(tmp_path):
+    def scaled(factor: float) -> Callable[..., torch.Tensor]:
+        return lambda model, x: model(x).pow(2).mean() * factor
+
+    class Times:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).pow(2).mean() * self.factor
+
+    def times(model: nn.Module, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return model(x).pow(2).mean() * factor
+
+    pairs = [
+        (scaled(2.0), scaled(3.0)),
+        (Times(2.0), Times(3.0)),
+        (functools.partial(times, factor=2.0), functools.partial(times, factor=3.0)),
+        (lambda model, x: model(x).pow(2).mean(), lambda model, x: model(x).abs().mean()),
+    ]
+    for loss, other in pairs:
+        path, model, optimizer, _ = saved(tmp_path, Perceptron, sgd, loss)
+        ws.load(path, model, loss, optimizer)
+        with pytest.raises(SavedStepError, match=r"the loss function: (settings|the text of its code)"):
+            ws.load(path, model, other, optimizer)
+
+
+class Times(nn.Module):
+    """A layer with a list, a function and a tensor that are no parameters."""
+
+    def __init__(self, sizes: Any = (2, 3), act: Any = torch.tanh, scale: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.sizes, self.act, self.scale = nn.Linear(4, 3), list(sizes), act, torch.full((3,), scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x)) * self.sizes[0] * self.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": (5, 3)}, "setting sizes is"),
+        ({"act": torch.sigmoid}, "setting act is 'sigmoid' here and was 'tanh'"),
+        ({"scale": 2.0}, "the tensor scale has other values here"),
+    ],
+)
+def test_settings_and_tensors_of_a_layer_are_compared(tmp_path, change, message):
+    path, *_ = saved(tmp_path, Times, sgd)
+    same, other = Times(), Times(**change)
+    ws.load(path, same, squares, sgd(same))
+    with pytest.raises(SavedStepError, match=message):
+        ws.load(path, other, squares, sgd(other))
 
 
 def test_changed_code_is_noticed(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,69 @@ def test_a_sequence_nobody_can_pad_gets_its_own_program():
     step(**tokens(18), extra=data(3, 18))
     assert step.compilations == 2
     assert "batch.extra has the length of a sequence and pad= does not say how to fill it" in str(step.report())
+
+
+class Summary(nn.Module):
+    """One answer out of 20 per sequence, and an output that grows with the sequence in its own way."""
+
+    def __init__(self, extra: Any = None, norm: bool = False) -> None:
+        super().__init__()
+        self.embed, self.out, self.extra = nn.Embedding(11, 8), nn.Linear(8, 20), extra
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, input_ids, attention_mask, labels):
+        x = self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2)
+        mask = attention_mask[..., None].to(x.dtype)
+        logits = self.out((x * mask).sum(1) / mask.sum(1))
+        loss = nn.functional.cross_entropy(logits, labels[:, 0])
+        return {"loss": loss, "logits": logits} | ({} if self.extra is None else {"extra": self.extra(x * mask, mask)})
+
+
+@pytest.mark.parametrize(
+    ("extra", "padding"),
+    [
+        (None, "checked to be exact"),
+        (lambda x, mask: (x @ x.transpose(1, 2))[:, None], "checked to be exact"),  # the sequence is dimensions 2 and 3
+        (lambda x, mask: x.flatten(0, 1), r"output 2 has shape \[60, 8\] instead of \[54, 8\], which cannot be cut"),
+        (lambda x, mask: mask.mean(), "output 2 of a padded batch has other values"),
+    ],
+)
+def test_outputs_are_those_of_the_batch_as_it_is(extra, padding):
+    model = fresh(lambda: Summary(extra))
+    batch, twin = tokens(18), copy.deepcopy(model)
+    step = ws.compile(model, whole_output, sgd(model), tokens(20), shapes="bucket")  # as long as there are answers
+    torch.testing.assert_close(step(**batch), {k: v.detach() for k, v in twin(**batch).items()})
+    assert re.search(padding, step.report().padding)
+
+
+def test_padding_is_measured_again_when_a_layer_changes_its_mode():
+    model = fresh(lambda: Summary(norm=True))
+    model.norm.eval()
+    step = ws.compile(model, whole_output, sgd(model), tokens(20), shapes="bucket")
+    step(**tokens(18))
+    assert "exact" in step.report().padding
+    model.norm.train()
+    batch, twin = tokens(18), copy.deepcopy(model)
+    torch.testing.assert_close(float(step(**batch)["loss"]), float(twin(**batch)["loss"].detach()))
+    assert "not padded" in step.report().padding
+
+
+def test_a_batch_that_is_wrong_decides_nothing_about_padding():
+    model = fresh(Summary)
+    step = ws.compile(model, whole_output, sgd(model), tokens(20), shapes="bucket")
+    wrong = tokens(18)
+    with pytest.raises(InputError, match=r"labels is torch\.float32"):
+        step(**wrong | {"labels": wrong["labels"].float()})
+    with pytest.raises(IndexError):
+        step(**wrong | {"labels": wrong["labels"] + 50})
+    step(**wrong)
+    assert "exact" in step.report().padding
+
+
+def test_a_wrong_name_for_padding_is_noticed():
+    model = fresh(Reader)
+    with pytest.raises(InputError, match="pad names 'input', which is no tensor of the batch; it has input_ids, att"):
+        ws.compile(model, whole_output, sgd(model), tokens(17), shapes="bucket", pad={"input": 0})
 
 
 def test_buckets_waste_at_most_a_quarter():

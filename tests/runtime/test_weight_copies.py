@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -130,3 +131,16 @@ def test_the_hook_on_the_optimizer_is_ours_alone():
     del step, again
     eager_step(model, optimizer)  # the steps are gone, the hook does nothing
     assert copy.deepcopy(optimizer).state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_the_hook_goes_with_the_step():
+    model = fresh(Perceptron)
+    optimizer = adamw(model)
+    hooks = optimizer._optimizer_step_post_hooks
+    for _ in range(3):
+        step = ws.compile(model, squares, optimizer, (data(6, 4),), precision="bf16")
+        gc.collect()
+        assert len(hooks) == 1
+    del step
+    gc.collect()
+    assert not hooks

@@ -93,6 +93,24 @@ def test_accumulation_is_verified_against_eager():
     assert step.verified
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_loss_with_a_dimension_is_averaged_too(rows):
+    model = fresh(lambda: nn.Linear(4, 1))
+    twin = copy.deepcopy(model)
+    x = data(rows, 4)
+    loss = ws.compile(model, lambda m, x: m(x).pow(2).mean(0), sgd(model), (x,), accumulate=2)(x)
+    torch.testing.assert_close(loss, twin(x).pow(2).mean(0).detach())
+
+
+def test_an_error_in_a_micro_batch_names_the_layer_once():
+    model = fresh(lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1)))
+    step = ws.compile(model, squares, sgd(model), (torch.arange(4),), accumulate=2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(IndexError, match=r"^step\.embedding of layer 0"):
+        step(torch.tensor([0, 1, 2, 9]))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [

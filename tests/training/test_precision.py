@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -434,3 +435,61 @@ def test_masters_stay_the_users_parameters() -> None:
     change = (model.head.weight - before).abs()
     assert 0 < change.max() < 1e-3  # finer than bf16 could hold beside a weight
     assert not torch.equal(model.head.weight, model.head.weight.bfloat16().float())
+
+
+def test_a_weight_that_the_model_casts_to_the_other_type_itself():
+    """One copy per weight: the model's own cast to float16 stays a cast."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) + self.layer.weight.half().float().sum()
+
+    torch.manual_seed(0)
+    model = Both()
+    twin = copy.deepcopy(model)
+    step = ws.compile(
+        model,
+        lambda m, x: m(x).pow(2).mean(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (torch.ones(2, 4),),
+        precision="bf16",
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = twin(torch.ones(2, 4)).pow(2).mean()
+    torch.testing.assert_close(step(torch.ones(2, 4)), expected.detach().float(), rtol=2e-2, atol=1e-3)
+    copies = {source[1]: t.dtype for source, t in step._own.tensors.items() if source[0] == "copy"}
+    assert copies == {"layer.weight": torch.bfloat16, "layer.bias": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_what_the_user_takes_out_of_autocast_stays_in_float32(precision: str, dtype: torch.dtype) -> None:
+    """`with torch.autocast(..., enabled=False)` inside the model means the same as under autocast."""
+
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.low(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.high(x.float())
+
+    torch.manual_seed(0)
+    model, x = Guarded(), torch.randn(6, 4)
+    with torch.autocast("cpu", dtype):
+        expected = model(x).detach()
+    step = ws.compile(
+        model,
+        lambda m, x: {"loss": (y := m(x)).pow(2).mean(), "y": y},
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (x,),
+        precision=precision,
+    )
+    torch.testing.assert_close(step(x)["y"], expected, rtol=1e-6, atol=1e-7)
+    low = precision.replace("fp", "f")
+    assert {k: list(v) for k, v in step.report().precision.items()} == {"high": ["f32"], "low": [low]}

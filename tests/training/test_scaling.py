@@ -156,9 +156,17 @@ def test_custom_optimizers_with_numbers_are_refused():
         ({"growth": 2}, "loss_scale has no setting 'growth'"),
         (-1.0, "the first loss scale must be positive and finite, not -1.0"),
         ("auto", "loss_scale is a number or the settings of torch.amp.GradScaler, not 'auto'"),
+        (True, "loss_scale is a number or the settings of torch.amp.GradScaler, not True"),
     ],
 )
 def test_bad_settings(setting, message):
     model = fresh(Perceptron)
     with pytest.raises(InputError, match=message):
         ws.compile(model, large, sgd(model), (data(6, 4),), precision="fp16", loss_scale=setting)
+
+
+@pytest.mark.parametrize("option", ["skip_nonfinite", "verify"])
+def test_switches_are_true_or_false(option):
+    model = fresh(Perceptron)
+    with pytest.raises(InputError, match=f"{option} is True or False, not 'no'"):
+        ws.compile(model, large, sgd(model), (data(6, 4),), **{option: "no"})

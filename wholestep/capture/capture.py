@@ -37,6 +37,8 @@ class Captured:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     opaque: dict[str, int] = field(default_factory=dict)
+    #: ops that the user keeps out of mixed precision
+    exact: set[Op] = field(default_factory=set)
 
 
 def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
@@ -112,8 +114,9 @@ def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
                 )
             changed.append((slot, ref.box.value))
     captured = Captured(
-        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers, importer.opaque_targets
-    )
+        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers,
+        importer.opaque_targets, importer.exact,
+    )  # fmt: skip
     mark_loss_phase(captured)
     return captured
 

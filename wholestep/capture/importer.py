@@ -17,7 +17,7 @@ from torch import fx
 from ..dialects.step import StepBuilder, tensor_type
 from ..dialects.step.opaque import encode_argument
 from ..errors import CaptureError
-from ..ir.core import UNKNOWN, Location, Value
+from ..ir.core import UNKNOWN, Location, Op, Value
 from ..ir.types import F32, F64, ScalarType, TensorType
 from ..torch_private import HigherOrderOperator, OpOverload, schema_of, set_grad_marker, static_number
 from .references import HIDDEN_CHANGE, Ref, fresh, has_history, view
@@ -96,6 +96,8 @@ class Importer:
         self.expected: list[TensorType] = []
         self.env: dict[fx.Node, Any] = {}
         self.opaque_targets: dict[str, int] = {}
+        #: ops that the user keeps out of mixed precision, by `torch.autocast(..., enabled=False)`
+        self.exact: set[Op] = set()
         self._frames: dict[str, tuple[str, int]] = {}
 
     # ---- graph walking -----------------------------------------------------------------------------------------------
@@ -381,7 +383,13 @@ class Importer:
                     f"torch.autocast is enabled inside the model at {self.b.loc}; "
                     "take it out and let Wholestep choose precisions"
                 )
-            return self.run(body, inner)
+            last = self.b.block.last
+            out = self.run(body, inner)
+            op = self.b.block.first if last is None else last.next
+            while op is not None:
+                self.exact.add(op)
+                op = op.next
+            return out
         if name in ("tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph"):
             body = next(a for a in args if isinstance(a, fx.GraphModule))
             inner = [a for a in args if not isinstance(a, fx.GraphModule | str)]

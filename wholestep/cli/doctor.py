@@ -1,29 +1,74 @@
-"""`wholestep doctor`: what this machine can do, the verdict on AMX, what is missing and what one loses by it."""
+"""`wholestep doctor`: what this machine can do, the verdict on AMX, what is missing and what one loses by it.
+
+`--calibrate` measures how fast it is and `--write FILE` keeps that as a description that reports can price a step with.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from wholestep.cli.console import Console
+from wholestep.errors import InputError
 from wholestep.machine.describe import Machine, describe
+from wholestep.machine.description import VARIABLE, Description
 
 TORCH_SERIES = ((2, 11), (2, 13))  # first and last that Wholestep is tested with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.add_argument("--calibrate", action="store_true", help="measure its speed, in under 20 seconds")
+    parser.add_argument("--write", metavar="FILE", help="with --calibrate: write the machine's description")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.write and not args.calibrate:
+        raise InputError("--write keeps what --calibrate measures; give both")
+    if args.calibrate:
+        return run_calibration(args.json, args.write)
     machine = describe()
     if args.json:
         print(json.dumps(facts(machine), indent=2))
     else:
         show(machine, Console())
     return 0 if machine.torch and machine.amx.safe else 1
+
+
+def run_calibration(as_json: bool, file: str | None) -> int:
+    """Measures the first CUDA device where there is one, else the CPU."""
+    machine = describe()
+    if machine.torch is None:
+        raise InputError(f"nothing can be measured without torch: {machine.torch_problem}")
+    from wholestep.machine.calibrate import calibrate
+
+    found = calibrate("cuda:0" if machine.cuda else "cpu")
+    if file:
+        try:
+            Path(file).write_text(found.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror or error}") from None
+    if as_json:
+        print(found.to_json(), end="")
+        return 0
+    console = Console()
+    show_speed(found, console)
+    if file:
+        console.line(f"written to {file}; set {VARIABLE}={file} and reports price a step on this machine")
+    return 0
+
+
+def show_speed(found: Description, console: Console) -> None:
+    console.heading(f"{found.name}" + (f", {found.cores} threads" if found.cores else ""))
+    rows = [("copy, read plus written", f"{found.bandwidth / 1e9:.1f} GB/s")]
+    rows += [(f"matrix products in {name}", f"{rate / 1e9:.1f} Gflop/s") for name, rate in found.gemm.items()]
+    if found.launch_seconds is not None:
+        rows.append(("one call of a small kernel", f"{found.launch_seconds * 1e6:.2f} us"))
+    rows += [(name.replace("_", " "), f"{speed / 1e9:.1f} GB/s") for name, speed in found.links.items()]
+    console.table(("what", "measured"), rows)
 
 
 def facts(machine: Machine) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from wholestep.errors import WholestepError
 
 COMMANDS = {
     "demo": "train a small GPT eagerly and compiled, side by side, for about a minute",
+    "explain": "say where every byte of a training step goes, of a script or a saved step",
     "opt": "run passes on program text, like mlir-opt",
     "doctor": "say what this machine can do and what is missing",
     "docs": "write the generated reference pages",
@@ -23,7 +24,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    rest: list[str] = []
+    if arguments[:1] == ["explain"] and "--" in arguments:  # what follows belongs to the script that is explained
+        split = arguments.index("--")
+        arguments, rest = arguments[:split], arguments[split + 1 :]
     args = _parser(arguments).parse_args(arguments)
+    args.rest = rest
     if args.command is None:
         _parser([]).print_help()
         return 2

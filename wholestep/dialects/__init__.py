@@ -1,15 +1,15 @@
-"""The dialects of a program, each an altitude: step says what is computed."""
+"""The dialects of a program, each an altitude: step says what is computed, move which bytes travel."""
 
 from __future__ import annotations
 
 from ..ir.builtin import builtin, func
 from ..ir.dialect import Context, Dialect
-from .step import step
+from . import move, step
 
 
 def all_dialects() -> list[Dialect]:
     """Every dialect Wholestep ships."""
-    return [builtin, func, step]
+    return [builtin, func, step.step, move.move]
 
 
 def context(allow_unregistered: bool = False) -> Context:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.attributes import attribute_text
-from ..ir.dialect import REQUIRED, Attr, Dialect, OpDef, Operand, Result
+from ..ir.dialect import REQUIRED, Attr, Declared, Dialect, OpDef, Operand, Result
 from ..ir.irdl import irdl_text
 from . import all_dialects
 from .step import StepOp
@@ -63,9 +63,21 @@ def page(dialect: Dialect) -> str:
         f"{len(ops)} ops: " + ", ".join(f"[{short}](#{_anchor(d.name)})" for short, d in ops) + ".",
         "",
     ]
+    declared = [*_declared("!", dialect.name, dialect.types), *_declared("#", dialect.name, dialect.attributes)]
+    lines += [*declared, ""] if declared else []
     for _, definition in ops:
         lines += _op_section(definition)
     return "\n".join(lines)
+
+
+def _declared(sigil: str, dialect: str, items: dict[str, Declared]) -> list[str]:
+    """One line per type or attribute of a dialect, with the kinds of its parameters."""
+    lines = []
+    for short, declared in sorted(items.items()):
+        listed = ", ".join(f"{name}: {kind}" for name, kind in declared.parameters.items())
+        parameters = f"<{listed}>" if listed else ""
+        lines.append(f"- `{sigil}{dialect}.{short}{parameters}`: {declared.doc}")
+    return lines
 
 
 def _op_section(definition: type[OpDef]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..runtime.report import program_bytes
+from ..runtime.report import movement_of_step
 from ..runtime.train_step import TrainStep
 from .progress import ProgressLine, progress_line, short
 
@@ -192,7 +192,7 @@ class _Run:
         history.seconds = time.perf_counter() - self.start
         history.peak_memory = peak_memory(self.device)
         if history.bytes_per_step is None and isinstance(self.state.step, TrainStep):
-            history.bytes_per_step = program_bytes(self.state.step.program())
+            history.bytes_per_step = movement_of_step(self.state.step).ledger.total
 
     def report(self, line: ProgressLine | None) -> None:
         self.fetch()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .attributes import Attribute, DialectAttribute, I32Array, Symbol
 from .core import Builder, Op, Value
-from .types import ScalarType, TensorType, Type
+from .types import DialectType, ScalarType, TensorType, Type
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,11 @@ class TypeConstraint:
     name: str
     kinds: tuple[str, ...] = ()  # element kinds; empty means any type at all
     rank: int | None = None
+    declared: str = ""  # the full name of a type that a dialect declares, such as "move.buffer"
 
     def accepts(self, type: Type) -> bool:
+        if self.declared:
+            return isinstance(type, DialectType) and type.name == self.declared
         if not self.kinds:
             return True
         return (
@@ -73,7 +76,8 @@ REQUIRED = inspect.Parameter.empty
 class Attr:
     """Declares an attribute of one kind: int, float, bool, str, ints, list, dict, type, symbol, number or any.
 
-    `choices` closes a string attribute to an enumeration. `default` fills it in when the builder is not told.
+    `choices` closes a string attribute to an enumeration. `default` fills it in when the builder is not told. The kind
+    "enum" is an attribute that a dialect declares; `declared` is its full name, such as "move.space".
     """
 
     kind: str
@@ -82,15 +86,18 @@ class Attr:
     choices: tuple[str, ...] = ()
     optional: bool = False
     name: str = ""
+    declared: str = ""
 
     def accepts(self, value: Attribute) -> bool:
         if value is None and self.optional:
             return True
         if self.choices and value not in self.choices:
             return False
-        return _KINDS[self.kind](value)
+        return _KINDS[self.kind](value) and (not self.declared or value.name == self.declared)
 
     def describe(self) -> str:
+        if self.declared:
+            return f"#{self.declared}"
         return " | ".join(f'"{c}"' for c in self.choices) if self.choices else self.kind
 
 
@@ -260,22 +267,48 @@ class OpDef:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A type or an attribute of a dialect: what it is for, and the kind of each of its parameters."""
+
+    doc: str
+    parameters: dict[str, str]
+
+
 class Dialect:
     """A named set of op declarations. `@dialect.op` adds one, from our files or from a user's."""
 
     def __init__(self, name: str, doc: str = ""):
         self.name, self.doc = name, doc
         self.ops: dict[str, type[OpDef]] = {}
+        self.types: dict[str, Declared] = {}
+        self.attributes: dict[str, Declared] = {}
+
+    def declare_type(self, short: str, doc: str, **parameters: str) -> TypeConstraint:
+        """Declares `!<dialect>.<short>` with the kinds of its parameters; returns what accepts that type."""
+        self._claim(short)
+        self.types[short] = Declared(doc, parameters)
+        return TypeConstraint(f"!{self.name}.{short}", declared=f"{self.name}.{short}")
+
+    def declare_attribute(self, short: str, doc: str, **parameters: str) -> str:
+        """Declares `#<dialect>.<short>` with the kinds of its parameters; returns its full name."""
+        self._claim(short)
+        self.attributes[short] = Declared(doc, parameters)
+        return f"{self.name}.{short}"
 
     def op(self, cls: type[OpDef]) -> type[OpDef]:
         """Class decorator: registers the declaration as `<dialect>.<snake_case of the class>`."""
         short = cls.__dict__.get("name") or snake_case(cls.__name__)
         short = short.removeprefix(self.name + ".")
         cls.name, cls.dialect = f"{self.name}.{short}", self.name
-        if short in self.ops:
-            raise ValueError(f"{cls.name} is declared twice")
+        self._claim(short)
         self.ops[short] = cls
         return cls
+
+    def _claim(self, short: str) -> None:
+        """Ops, types and attributes share one name space, as they do in IRDL."""
+        if short in self.ops or short in self.types or short in self.attributes:
+            raise ValueError(f"{self.name}.{short} is declared twice")
 
 
 class Context:

@@ -10,7 +10,7 @@ takes a variadic group only where all its values have one type.
 from __future__ import annotations
 
 from .attributes import attribute_text, string_text
-from .dialect import Attr, Dialect, OpDef, TypeConstraint
+from .dialect import Attr, Declared, Dialect, OpDef, TypeConstraint
 from .types import _SCALARS
 
 _BASES = {
@@ -27,35 +27,26 @@ _BASES = {
 
 
 def irdl_text(dialect: Dialect) -> str:
-    """The IRDL declaration of a dialect, ops in alphabetical order."""
+    """The IRDL declaration of a dialect: types, attributes, then ops, each in alphabetical order."""
     lines = [
         f"// The {dialect.name} dialect for mlir-opt 22, generated from its declaration: do not edit.",
         f"irdl.dialect @{dialect.name} {{",
     ]
+    for short, declared in sorted(dialect.types.items()):
+        lines += _Parameters("type", short, declared).lines
+    for short, declared in sorted(dialect.attributes.items()):
+        lines += _Parameters("attribute", short, declared).lines
     for short, definition in sorted(dialect.ops.items()):
         lines += _Operation(short, definition).lines
     return "\n".join([*lines, "}", ""])
 
 
-class _Operation:
-    """Writes one `irdl.operation`; every constraint gets a fresh name."""
+class _Writer:
+    """Writes one declaration; every constraint gets a fresh name."""
 
-    def __init__(self, short: str, definition: type[OpDef]):
-        self.lines = [f"  irdl.operation @{short} {{"]
+    def __init__(self, what: str, short: str):
+        self.lines = [f"  irdl.{what} @{short} {{"]
         self.count = 0
-        operands = [(f.name, _how_many(f.optional, f.variadic), self.type(f.type)) for f in definition.operand_fields]
-        results = [(f.name, _how_many(False, f.variadic), self.type(f.type)) for f in definition.result_fields]
-        attributes = [(a.name, self.attribute(a)) for a in definition.attribute_fields.values() if not a.optional]
-        regions = [self.constraint("irdl.region") for _ in range(definition.region_count)]
-        if operands:
-            self.line(f"irdl.operands({', '.join(f'{name}: {many}{c}' for name, many, c in operands)})")
-        if results:
-            self.line(f"irdl.results({', '.join(f'{name}: {many}{c}' for name, many, c in results)})")
-        if attributes:
-            self.line(f"irdl.attributes {{ {', '.join(f'{string_text(name)} = {c}' for name, c in attributes)} }}")
-        if regions:
-            self.line(f"irdl.regions({', '.join(f'region{i}: {c}' for i, c in enumerate(regions))})")
-        self.lines.append("  }")
 
     def line(self, text: str) -> None:
         self.lines.append(f"    {text}")
@@ -71,9 +62,13 @@ class _Operation:
         return names[0] if len(names) == 1 else self.constraint(f"irdl.any_of({', '.join(names)})")
 
     def type(self, constraint: TypeConstraint) -> str:
+        if constraint.declared:
+            return self.constraint(f"irdl.base {_symbol(constraint.declared)}")
         return self.constraint('irdl.base "!builtin.tensor"' if constraint.kinds else "irdl.any")
 
     def attribute(self, attr: Attr) -> str:
+        if attr.declared:
+            return self.constraint(f"irdl.base {_symbol(attr.declared)}")
         if attr.choices:
             return self.any_of([f"irdl.is {attribute_text(choice)}" for choice in attr.choices])
         if attr.kind == "bool":
@@ -83,6 +78,42 @@ class _Operation:
         if attr.kind in _BASES:
             return self.any_of([f'irdl.base "#builtin.{base}"' for base in _BASES[attr.kind]])
         return self.constraint("irdl.any")
+
+
+class _Parameters(_Writer):
+    """One `irdl.type` or `irdl.attribute`."""
+
+    def __init__(self, what: str, short: str, declared: Declared):
+        super().__init__(what, short)
+        parameters = [(name, self.attribute(Attr(kind))) for name, kind in declared.parameters.items()]
+        if parameters:
+            self.line(f"irdl.parameters({', '.join(f'{name}: {c}' for name, c in parameters)})")
+        self.lines.append("  }")
+
+
+class _Operation(_Writer):
+    """One `irdl.operation`."""
+
+    def __init__(self, short: str, definition: type[OpDef]):
+        super().__init__("operation", short)
+        operands = [(f.name, _how_many(f.optional, f.variadic), self.type(f.type)) for f in definition.operand_fields]
+        results = [(f.name, _how_many(False, f.variadic), self.type(f.type)) for f in definition.result_fields]
+        attributes = [(a.name, self.attribute(a)) for a in definition.attribute_fields.values() if not a.optional]
+        regions = [self.constraint("irdl.region") for _ in range(definition.region_count)]
+        if operands:
+            self.line(f"irdl.operands({', '.join(f'{name}: {many}{c}' for name, many, c in operands)})")
+        if results:
+            self.line(f"irdl.results({', '.join(f'{name}: {many}{c}' for name, many, c in results)})")
+        if attributes:
+            self.line(f"irdl.attributes {{ {', '.join(f'{string_text(name)} = {c}' for name, c in attributes)} }}")
+        if regions:
+            self.line(f"irdl.regions({', '.join(f'region{i}: {c}' for i, c in enumerate(regions))})")
+        self.lines.append("  }")
+
+
+def _symbol(name: str) -> str:
+    """`@move::@buffer` of `move.buffer`."""
+    return "::".join(f"@{part}" for part in name.split("."))
 
 
 def _how_many(optional: bool, variadic: bool) -> str:

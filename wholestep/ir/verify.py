@@ -16,7 +16,7 @@ from .dialect import OpDef, UnregisteredOp
 from .printer import print_op
 from .tokens import MAX_NESTING
 
-_FREE_ATTRIBUTES = frozenset({"phase", "operandSegmentSizes"})
+_FREE_ATTRIBUTES = frozenset({"phase", "again", "operandSegmentSizes"})
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 

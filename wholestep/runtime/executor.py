@@ -119,8 +119,8 @@ class Executable:
                     for slot in frees:
                         slots[slot] = None
         except Exception as error:
-            if op is None or isinstance(error, WholestepError):
-                raise
+            if op is None or isinstance(error, WholestepError) or op.name == "step.micro_batches":
+                raise  # (an error of a micro-batch names its op already)
             raise kept_class(error)(f"{op.name} of layer {op.loc}: {error}") from error
         return [slots[i] if dtype is None else torch.tensor(slots[i], dtype=dtype) for i, dtype in self.results]
 

@@ -6,6 +6,7 @@ counters tell; eager steps of the optimizer and writes through `.data`, which th
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from ..capture.slots import Slot
 from ..dialects.step import torch_dtype
 from ..errors import InputError, LossScaleError, StaleCopyError
+from ..ir.types import F16
 from ..options import Options
 from ..torch_private import version_of
+from ..training.precision import parse_precision
 
 KINDS = ("copy", "ema", "scaler")
 #: how many elements of a parameter are looked at between steps
@@ -81,6 +84,14 @@ class OwnState:
             if places != self._places:
                 self._places, self._samples = places, [sample(parameters[fqn]) for fqn in copied]
             self._sampled = bits(torch.cat(self._samples))
+
+    def average_the_rest(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Averages whose parameters the program no longer updates (frozen layers) go on towards their value."""
+        done = {slot.source for slot in slots if slot.kind == "ema"}
+        for source, average in self.tensors.items():
+            value = parameters.get(source[1]) if source[0] == "ema" and source not in done else None
+            if value is not None and (value.shape, value.dtype) == (average.shape, average.dtype):
+                self.tensors[source] = average.to(value.device).lerp_(value.detach(), self.ema_weight())
 
     def notice_changes(self) -> None:
         """Looks at a few elements of each copied parameter for writes that no counter has seen (`p.data.mul_(2)`).
@@ -150,7 +161,7 @@ class OwnState:
         random, scaler, ema = (state.get(k) for k in ("random", "scaler", "ema"))
         if random is not None and not has_numbers(random, "seed", "counter"):
             raise InputError("the random state of the checkpoint is not a seed and a counter. Nothing was loaded")
-        if scaler is not None and not has_numbers(scaler, "scale", "_growth_tracker"):
+        if scaler and not is_scale(scaler):  # that of a GradScaler that is turned off is empty
             raise InputError("the loss scale of the checkpoint is not one of torch.amp.GradScaler. Nothing was loaded")
         if ema is None:
             return
@@ -158,6 +169,8 @@ class OwnState:
         if not isinstance(averages, Mapping) or not has_numbers(ema, "updates"):
             raise InputError("the averages of the checkpoint are not those of a step. Nothing was loaded")
         for fqn, tensor in averages.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(f"the average of {fqn} in the checkpoint is no tensor. Nothing was loaded")
             if fqn not in parameters or parameters[fqn].shape != tensor.shape:
                 have = f"{list(parameters[fqn].shape)} in this model" if fqn in parameters else "not in this model"
                 raise InputError(
@@ -171,16 +184,17 @@ class OwnState:
             self.seed, self.counter = int(random["seed"]), int(random["counter"])
         device = next(iter(parameters.values())).device
         scaler = state.get("scaler")
-        if scaler:
+        if scaler and parse_precision(self.options.precision).low is F16:
             values = (
                 ("scale", scaler["scale"], torch.float32),
                 ("growth_tracker", scaler["_growth_tracker"], torch.int64),
             )
             for name, value, dtype in values:
                 self.tensors["scaler", name] = torch.full((), value, dtype=dtype, device=device)
-        ema = state.get("ema")
-        if ema is not None and self.options.ema is not None:
+        if self.options.ema is not None:  # without averages in the checkpoint they start anew
+            ema = state.get("ema") or {"updates": 0, "parameters": {}}
             self.averaged = int(ema["updates"])
+            self.tensors = {source: t for source, t in self.tensors.items() if source[0] != "ema"}
             for fqn, tensor in ema["parameters"].items():
                 self.tensors["ema", fqn] = tensor.to(parameters[fqn].device, parameters[fqn].dtype, copy=True)
         self.refresh()
@@ -240,6 +254,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def has_numbers(found: Any, *keys: str) -> bool:
     """Whether a mapping holds a number under each key."""
     return isinstance(found, Mapping) and all(isinstance(found.get(k), int | float) for k in keys)
+
+
+def is_scale(found: Any) -> bool:
+    """Whether this is the state of a `torch.amp.GradScaler`."""
+    return has_numbers(found, "scale", "_growth_tracker") and 0 < found["scale"] < math.inf
 
 
 def mark(parameter: torch.Tensor) -> tuple[int, int]:

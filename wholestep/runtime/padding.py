@@ -1,22 +1,24 @@
 """Padding of shorter sequences up to a bucket, used only where the model's own masks make it exact.
 
-Whether they do is measured, once per step: loss, gradients and statistics of a batch, padded and not, must agree in
-float32 with random draws held still. Otherwise every length gets a program of its own.
+Whether they do is measured, once per step and again when modes change: loss, outputs, gradients and statistics of a
+batch, padded and not, must agree in float32 with random draws held still. Otherwise every length gets its own program.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..capture.capture import capture
 from ..capture.sandbox import keep_random_state
 from ..capture.structure import unflatten
 from ..dialects.step import StepBuilder
-from ..errors import WholestepError
+from ..errors import InputError, WholestepError
 from ..ir.builtin import finish_function
 from ..ir.core import Op
 from ..ir.passes import run_pipeline
@@ -40,7 +42,20 @@ SMALLEST = 16
 TOLERANCE = 1e-4
 
 
-Cut = tuple[int, int]
+class Cut(NamedTuple):
+    """How outputs are cut back: the length of the batch as padded, its true length, and the dimensions per output."""
+
+    padded: int
+    length: int
+    dimensions: tuple[tuple[int, ...], ...] = ()
+
+
+class Measured(NamedTuple):
+    """What one batch gives: the loss, the outputs, and gradients and new statistics by name."""
+
+    loss: float
+    outputs: list[torch.Tensor]
+    state: dict[str, torch.Tensor]
 
 
 class Padding:
@@ -51,19 +66,23 @@ class Padding:
         self.accumulate = options.accumulate
         self.exact: bool | None = None
         self.reason = ""
+        #: which dimensions of each output are the sequence's, and the modes for which all this was measured
+        self.dimensions: tuple[tuple[int, ...], ...] = ()
+        self.measured_for: Any = None
 
     def fill(self, step: Any, batch: Any) -> tuple[Any, Cut | None]:
         """The batch at the length of its bucket, or as it is where padding would change the result.
 
-        Also gives how outputs are cut back: the padded length and the true one.
+        Also gives how outputs are cut back.
         """
         padded, cut = self.padded(batch)
-        if cut is None or self.exact is False:
+        if cut is None:
             return batch, None
-        if self.exact is None:
-            self.reason = self.difference(step, batch, padded)
-            self.exact = not self.reason
-        return (padded, cut) if self.exact else (batch, None)
+        modes = modes_of(step)
+        if modes != self.measured_for:
+            self.reason = self.difference(step, batch, padded, cut)
+            self.exact, self.measured_for = not self.reason, modes
+        return (padded, cut._replace(dimensions=self.dimensions)) if self.exact else (batch, None)
 
     def description(self) -> str:
         """What became of padding, for the report."""
@@ -74,10 +93,13 @@ class Padding:
     def padded(self, batch: Any) -> tuple[Any, Cut | None]:
         """The batch filled up along dimension 1; as it is where it has its bucket's length or padding is not known."""
         tensors, names, structure = flattened(batch)
-        keys = [name.removeprefix("batch").strip(".[]") for name in names]
+        keys = [".".join(re.findall(r"[^.\[\]]+", name.removeprefix("batch"))) for name in names]
         values = self.values
         if values is None:
             values = CONVENTION if "attention_mask" in keys else {}
+        else:
+            for unknown in (name for name in values if name not in keys):
+                raise InputError(f"pad names {unknown!r}, which is no tensor of the batch; it has {', '.join(keys)}")
         lengths = {t.shape[1] for t, key in zip(tensors, keys, strict=True) if key in values and t.dim() > 1}
         if len(lengths) != 1:
             return batch, None
@@ -94,27 +116,35 @@ class Padding:
                 ends = (0, 0) * (tensor.dim() - 2) + (0, wanted - length)
                 tensor = F.pad(tensor, ends, value=values[key])
             filled.append(tensor)
-        return unflatten(structure, filled), (wanted, length)
+        return unflatten(structure, filled), Cut(wanted, length)
 
-    def difference(self, step: Any, batch: Any, padded: Any) -> str:
-        """Why padding this batch is not exact; empty where it is."""
+    def difference(self, step: Any, batch: Any, padded: Any, cut: Cut) -> str:
+        """Why padding this batch is not exact; empty where it is. Errors of the batch as it is go on to the user."""
+        plain = self.measure(step, batch)
         try:
-            (loss, plain), (padded_loss, filled) = (self.measure(step, b) for b in (batch, padded))
+            filled = self.measure(step, padded)
         except (WholestepError, RuntimeError, IndexError) as error:
             return f"a padded batch does not run: {str(error).splitlines()[0]}"
-        if not abs(loss - padded_loss) <= TOLERANCE * max(abs(loss), 1e-3):
-            return f"the loss of a padded batch is {padded_loss:.6g} instead of {loss:.6g}"
-        largest = max((float(t.abs().max()) for t in plain.values() if t.numel()), default=0.0)
-        for name, tensor in plain.items():
-            if name not in filled or filled[name].shape != tensor.shape:
+        if not abs(plain.loss - filled.loss) <= TOLERANCE * max(abs(plain.loss), 1e-3):
+            return f"the loss of a padded batch is {filled.loss:.6g} instead of {plain.loss:.6g}"
+        largest = max((float(t.abs().max()) for t in plain.state.values() if t.numel()), default=0.0)
+        for name, tensor in plain.state.items():
+            if name not in filled.state or filled.state[name].shape != tensor.shape:
                 return f"{name} of a padded batch has another shape"
-            apart = float((tensor - filled[name]).abs().max()) if tensor.numel() else 0.0
+            apart = float((tensor - filled.state[name]).abs().max()) if tensor.numel() else 0.0
             if not apart <= TOLERANCE * largest:
                 return f"{name} of a padded batch is off by {apart:.3g} where values reach {largest:.3g}"
+        found = [sequence_dimensions(x, y, cut) for x, y in zip(plain.outputs, filled.outputs, strict=True)]
+        for number, (x, y, dimensions) in enumerate(zip(plain.outputs, filled.outputs, found, strict=True)):
+            if dimensions is None:
+                return f"output {number} has shape {list(y.shape)} instead of {list(x.shape)}, which cannot be cut back"
+            if not agree(x, cut_back(y, cut, dimensions)):
+                return f"output {number} of a padded batch has other values"
+        self.dimensions = tuple(d for d in found if d is not None)
         return ""
 
-    def measure(self, step: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss, gradients and new statistics of a batch in the model's own precision, random draws held still."""
+    def measure(self, step: Any, batch: Any) -> Measured:
+        """What a batch gives in the model's own precision, random draws held still."""
         with keep_random_state(), torch.inference_mode(False):
             batch = first_micro_batch(batch, self.accumulate)
             captured = capture(step.model, step.loss_fn, batch)
@@ -127,7 +157,7 @@ class Padding:
             grads = gradients(b, captured.loss, [arguments["parameter", n] for n in names], VjpCache(device))
             results = {f"the gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None}
             results |= {f"buffer {slot.name}": value for slot, value in captured.changed}
-            finish_function(captured.function, [captured.loss, *results.values()])
+            finish_function(captured.function, [captured.loss, *captured.outputs, *results.values()])
             hold_random_still(captured.function)
             run_pipeline(captured.module, "cse,dce")
             tensors, _, _ = flattened(batch)
@@ -141,14 +171,38 @@ class Padding:
                     table = {"parameter": captured.parameters, "buffer": captured.buffers}
                     inputs.append(table.get(slot.kind, captured.constants)[slot.source[1]].detach())
             loss, *values = Executable(captured.function, device)(inputs)
-        return float(loss), dict(zip(results, [v.double() for v in values], strict=True))
+        outputs, state = values[: len(captured.outputs)], values[len(captured.outputs) :]
+        return Measured(float(loss), outputs, dict(zip(results, [v.double() for v in state], strict=True)))
 
 
-def cut_back(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+def modes_of(step: Any) -> tuple[bool, ...]:
+    """What decides beside the batch whether padding is exact: which layers are in training, which parameters train."""
+    roots = [root for root in (step.model, step.loss_fn) if isinstance(root, nn.Module)]
+    modes = [m.training for root in roots for m in root.modules()]
+    return tuple(modes + [p.requires_grad for root in roots for p in root.parameters()])
+
+
+def sequence_dimensions(plain: torch.Tensor, padded: torch.Tensor, cut: Cut) -> tuple[int, ...] | None:
+    """The dimensions of an output that have grown with the batch; None where it changed in another way."""
+    if plain.dim() != padded.dim():
+        return None
+    grown = [i for i, (x, y) in enumerate(zip(plain.shape, padded.shape, strict=True)) if x != y]
+    return tuple(grown) if all((padded.shape[i], plain.shape[i]) == cut[:2] for i in grown) else None
+
+
+def cut_back(tensor: torch.Tensor, cut: Cut, dimensions: tuple[int, ...]) -> torch.Tensor:
     """An output without what padding added to its sequence."""
-    if cut is None or tensor.dim() < 2 or tensor.shape[1] != cut[0]:
-        return tensor
-    return tensor[:, : cut[1]]
+    for dimension in dimensions:
+        tensor = tensor.narrow(dimension, 0, cut.length)
+    return tensor
+
+
+def agree(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two outputs are the same up to another order of summation."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.equal(x, y)
+    largest = x.abs().nan_to_num(0.0, 0.0, 0.0).max() if x.numel() else 0.0
+    return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(largest), equal_nan=True)
 
 
 def hold_random_still(function: Op) -> None:

@@ -1,19 +1,29 @@
-"""What `step.report()` gives: compile time and size by phase, precision by layer group, casts, state, step times."""
+"""What `step.report()` gives: compile time and size, bytes moved and their bound, precision, state, step times."""
 
 from __future__ import annotations
 
-import re
+import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from ..dialects.step import StepOp
-from ..ir.builtin import functions
+from ..backends.absorption import absorb_casts
+from ..cost import Executed, Movement, layer_group, movement_of
+from ..cost.html import page
+from ..cost.movement import roofline_lines, size_text
+from ..dialects.step import ir_dtype, torch_dtype
+from ..dialects.step.control import root_of
+from ..errors import InputError
+from ..ir.builtin import functions, lookup
 from ..ir.core import Op
+from ..machine.cpu import cpu_field
+from ..machine.description import Description, find_description
 from ..training.build import sizes
+from .batches import first_micro_batch
 from .cast_bytes import CastBytes, autocast_casts, program_casts
+from .executor import expanded
 
 
 @dataclass(slots=True)
@@ -29,6 +39,7 @@ class Report:
     compilations: int
     step_seconds: list[float] = field(repr=False)
     optimizer: str = ""
+    title: str = ""
     verified: bool | None = None
     #: batch shapes that are compiled now, the most recently used last, and how many were dropped for lack of room
     variants: list[list[list[int]]] = field(default_factory=list)
@@ -41,10 +52,21 @@ class Report:
     autocast: CastBytes | str | None = None
     #: bytes of each kind of state
     state: dict[str, int] = field(default_factory=dict)
-    #: bytes read and written per step if each op reads its operands and writes its results once
-    bytes: int = 0
+    #: bytes read and written per step by cause, layer and phase, their bound, and time at the machine's limits
+    movement: Movement | None = field(default=None, repr=False)
     skipped: int | None = None
     loss_scale: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written per step: the ledger's total."""
+        return 0 if self.movement is None else self.movement.ledger.total
+
+    @property
+    def median_seconds(self) -> float | None:
+        """The median time of a step; the first counts only where it is the only one."""
+        rest = self.step_seconds[1:] or self.step_seconds
+        return statistics.median(rest) if rest else None
 
     def __str__(self) -> str:
         lines = ["compile            seconds"]
@@ -57,7 +79,7 @@ class Report:
             lines.append(f"  {self.padding}")
         lines.append("program                ops")
         lines += [f"  {phase:<16} {count:>7}" for phase, count in self.ops.items() if count]
-        lines.append(f"  {'in all':<16} {sum(self.ops.values()):>7}   ({size_text(self.bytes)} through its ops)")
+        lines.append(f"  {'in all':<16} {sum(self.ops.values()):>7}")
         lines.append(f"{self.optimizer} updates {self.parameters} parameters in the program")
         if self.untouched:
             shown = ", ".join(self.untouched[:5]) + (", ..." if len(self.untouched) > 5 else "")
@@ -72,15 +94,35 @@ class Report:
         lines += self._precision_lines()
         if self.verified:
             lines.append("the first step was run in eager PyTorch too and agreed")
-        if self.step_seconds:
-            rest = self.step_seconds[1:] or self.step_seconds
+        if self.movement is not None:
+            lines += self.movement.lines()
+        median = self.median_seconds
+        if self.movement is not None and self.movement.roofline is not None:
+            lines += roofline_lines(self.movement.roofline, median)
+        if median is not None:
             lines.append(
-                f"{len(self.step_seconds)} steps, median {statistics.median(rest) * 1e3:.1f} ms "
+                f"{len(self.step_seconds)} steps, median {median * 1e3:.1f} ms "
                 f"(first {self.step_seconds[0] * 1e3:.1f} ms)"
             )
         else:
             lines.append("no step has run yet")
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        found = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "movement"}
+        found["bytes"], found["median_seconds"] = self.bytes, self.median_seconds
+        return found | {"movement": None if self.movement is None else self.movement.to_dict()}
+
+    def rendered(self, format: str) -> str:
+        """The report as "text", "json" or "html": one file that needs nothing beside it."""
+        if format == "text":
+            return str(self)
+        if format == "json":
+            return json.dumps(self.to_dict(), indent=1) + "\n"
+        if format == "html" and self.movement is not None:
+            return page(self.movement, self.title, self.median_seconds, str(self))
+        raise InputError(f'a report is "text", "json" or "html", not {format!r}')
 
     def _state_lines(self) -> list[str]:
         lines = ["state                 size"]
@@ -112,12 +154,9 @@ class Report:
         return lines
 
 
-def size_text(count: int) -> str:
-    """Bytes in words."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def plain(value: Any) -> Any:
+    """A field of the report as JSON has it."""
+    return asdict(value) if isinstance(value, CastBytes) else value
 
 
 def report_of(step: Any) -> Report:
@@ -145,22 +184,19 @@ def report_of(step: Any) -> Report:
         casts=program_casts(compiled.executable) if low is not None else None,
         autocast=autocast_of(step, low) if low is not None else None,
         state=state_sizes(step),
-        bytes=program_bytes(program.module),
+        movement=movement_of_step(step),
+        title=type(step.model).__name__,
         skipped=None if skipped is None else int(skipped),
         loss_scale=None if scale is None else float(scale),
     )
 
 
 def autocast_of(step: Any, low: Any) -> CastBytes | str:
-    """The bytes that casts would move in eager training of the same batch under torch.autocast."""
-    from ..dialects.step import torch_dtype
-
-    return autocast_casts(step.model, step.loss_fn, step.example_batch, torch_dtype(low))
-
-
-def layer_group(layer: str) -> str:
-    """A layer with the numbers of repeated blocks left out: `h.3.attn` and `h.7.attn` are one group."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", layer) or "(the model itself)"
+    """The bytes that casts would move in eager training of the same batch under torch.autocast, per micro-batch."""
+    count = step.options.accumulate
+    part = first_micro_batch(step.example_batch, count)
+    found = autocast_casts(step.model, step.loss_fn, part, torch_dtype(low))
+    return found if isinstance(found, str) else CastBytes().plus(found, times=count)
 
 
 def precision_by_group(module: Op) -> dict[str, dict[str, int]]:
@@ -176,17 +212,30 @@ def precision_by_group(module: Op) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items()))
 
 
-def program_bytes(module: Op) -> int:
-    """Bytes read and written per step if each op reads its operands once and writes its results once."""
-    counts = {f.attributes["sym_name"]: 0 for f in functions(module)}
-    loops: dict[str, int] = {}
-    for function in functions(module):
-        for op in function.regions[0].block:
-            if op.name == "step.micro_batches":
-                loops[op.callee.name] = op.count
-            elif issubclass(op.definition, StepOp):
-                counts[function.attributes["sym_name"]] += sum(op.definition.bytes(op))
-    return sum(count * loops.get(name, 1) for name, count in counts.items())
+def executed_form(function: Op, form: Op | None = None) -> Executed:
+    """A function of a program as it is run: ops without a kernel expanded, casts absorbed. `form`: expanded already."""
+    form = expanded(function) if form is None else form
+    absorption = absorb_casts(form)
+    root = root_of(function)
+    bodies = {
+        op: executed_form(lookup(root, op.callee)) for op in form.regions[0].block if op.name == "step.micro_batches"
+    }
+    written = {op: ir_dtype(dtype) for op, dtype in absorption.written.items()}
+    return Executed(form, absorption.narrow, written, bodies)
+
+
+def movement_of_step(step: Any) -> Movement:
+    """What one step of the program used last moves, priced on the machine it runs on if that is described."""
+    compiled = step._compiled
+    executed = executed_form(compiled.program.function, compiled.executable.function)
+    return movement_of(executed, machine_of(compiled.executable.device))
+
+
+def machine_of(device: torch.device) -> Description | None:
+    """The description of a device; None where there is none."""
+    if device.type == "cuda":
+        return find_description(torch.cuda.get_device_name(device))
+    return find_description(cpu_field("model name"), torch.get_num_threads())
 
 
 def state_sizes(step: Any) -> dict[str, int]:

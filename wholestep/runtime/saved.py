@@ -26,7 +26,7 @@ from ..errors import InputError, SavedStepError, WholestepError
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
 from ..training.optimizers import plan_optimizer
-from .saved_fingerprint import check_fingerprints, model_fingerprint, optimizer_fingerprint
+from .saved_fingerprint import check_constants, check_fingerprints, model_fingerprint, optimizer_fingerprint
 from .saved_program import Setting, program_from_plain, program_to_plain
 
 FORMAT, VERSION = "wholestep step", 1
@@ -258,6 +258,8 @@ def bind(
     if not all(isinstance(d, dict) and isinstance(d.get("name"), str) for d in decisions):
         raise SavedStepError("a decision has no name")
     programs = [program_from_plain(p, setting) for p in listed]
+    for program in programs:
+        check_constants(program.captured.constants, model, loss_fn, path)
     return SavedStep(programs, plan, given_values(options), given_values(decisions), example_batch(programs[0], device))
 
 

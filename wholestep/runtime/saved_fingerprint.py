@@ -1,16 +1,18 @@
 """What a saved step was made for (layers, parameters, loss, optimizer) in plain values, and the first difference.
 
-Classes, settings (plain attributes of a layer), modes, shapes, dtypes and the text of `forward` are compared. What a
-program cannot show, such as a helper function that changed, `verify=True` finds.
+Classes, settings (plain attributes of a layer, what a loss function has bound), modes, shapes, dtypes and the text of
+`forward` are compared. What a program cannot show, such as a helper function that changed, `verify=True` finds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import struct
 import textwrap
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +62,23 @@ def layer_fingerprint(module: nn.Module) -> dict[str, Any]:
 def loss_fingerprint(loss_fn: Any) -> dict[str, Any]:
     if loss_fn is None or isinstance(loss_fn, nn.Module):
         return {"class": None if loss_fn is None else class_name(type(loss_fn))}
-    name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+    if isinstance(loss_fn, functools.partial):
+        bound = [*loss_fn.args, *(v for item in sorted(loss_fn.keywords.items()) for v in item)]
+        inner = loss_fingerprint(loss_fn.func)
+        return {**inner, "settings": [*inner.get("settings", ()), *(plain(v) for v in bound if is_plain(v))]}
+    function = getattr(loss_fn, "__func__", loss_fn)
+    if not isinstance(function, types.FunctionType):
+        settings = [v for item in sorted(getattr(loss_fn, "__dict__", {}).items()) for v in item]
+        call = source_hash(type(loss_fn).__call__)
+        name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+        return {"function": name, "code": call, "settings": [plain(v) for v in settings if is_plain(v)]}
+    unbound = types.CellType()  # a name of an outer function that has no value yet
+    settings = [cell.cell_contents for cell in function.__closure__ or () if cell != unbound]
+    settings += function.__defaults__ or ()
+    name, code = function.__qualname__, function.__code__
     # the text of a lambda is that of the whole line it stands on
-    return {"function": name, "code": None if "<lambda>" in name else source_hash(loss_fn)}
+    text = hashed(repr(code.co_names)) if name.endswith("<lambda>") else source_hash(function)
+    return {"function": name, "code": text, "settings": [plain(v) for v in settings if is_plain(v)]}
 
 
 def source_hash(function: Any) -> str | None:
@@ -71,7 +87,11 @@ def source_hash(function: Any) -> str | None:
         text = inspect.getsource(function)
     except (OSError, TypeError):
         return None
-    return hashlib.sha256(textwrap.dedent(text).strip().encode()).hexdigest()[:16]
+    return hashed(textwrap.dedent(text).strip())
+
+
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def optimizer_fingerprint(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> dict[str, Any]:
@@ -85,8 +105,13 @@ def optimizer_fingerprint(optimizer: torch.optim.Optimizer, plan: OptimizerPlan)
 
 
 def is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
+    """Whether a value can be a setting: numbers, short text, functions, and nestings of these."""
+    if isinstance(value, tuple | list):
         return all(is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(type(k) is str and is_plain(v) for k, v in value.items())
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return True
     return value is None or type(value) in (bool, int, float, complex) or (type(value) is str and len(value) < 200)
 
 
@@ -96,6 +121,10 @@ def plain(value: Any) -> Any:
         return to_plain(struct.unpack("<d", value[1])[0])  # as `freeze` writes a float
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
+    if isinstance(value, dict):
+        return [[k, plain(v)] for k, v in value.items()]
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return value.__name__
     if isinstance(value, Type):
         return value.text
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -130,6 +159,21 @@ def model_differences(saved: Any, given: dict[str, Any]) -> Iterator[str]:
     if saved["device"] != given["device"]:
         yield f"it is on {', '.join(given['device'])} here and was on {short(saved['device'])}"
     yield from named_differences("the", {"loss function": saved["loss_fn"]}, {"loss function": given["loss_fn"]})
+
+
+def check_constants(constants: dict[str, torch.Tensor], model: nn.Module, loss_fn: Any, path: str) -> None:
+    """Tensors that layers keep as plain attributes are in the program: those of the model must be the same."""
+    for name, tensor in constants.items():
+        root, _, place = name.partition(".")
+        owner = {"model": model, "loss_fn": loss_fn}.get(root)
+        layer, _, attribute = place.rpartition(".")
+        layers = dict(owner.named_modules()) if isinstance(owner, nn.Module) else {}
+        now = vars(layers[layer]).get(attribute) if layer in layers else None
+        if isinstance(now, torch.Tensor) and not torch.equal(now.detach().to(tensor.device), tensor):
+            raise SavedStepError(
+                f"{path} was saved for another model: the tensor {place} has other values here, and it is part of the "
+                f"program, since it is no parameter and no buffer.\n{CHANGED}"
+            )
 
 
 def named_differences(word: str, saved: Any, given: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -6,15 +6,17 @@ writes them all at once, so an exception or Ctrl-C finds the model at a step bor
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ from ..options import Options
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.opportunity import Opportunity, opportunities
 from . import own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
@@ -40,14 +43,24 @@ from .report import Report, report_of
 from .saved import write_step
 from .verification import compare_with_eager
 
+SIGNALS = tuple(map(int, signal.valid_signals()))
+
 
 class Compiled:
     """One compiled program with what it was compiled for."""
 
     def __init__(
-        self, program: Program, plan: OptimizerPlan, executable: Executable, key: Any, seconds: dict[str, float]
+        self,
+        program: Program,
+        plan: OptimizerPlan,
+        executable: Executable,
+        key: Any,
+        seconds: dict[str, float],
+        recipe: Sequence[str] = (),
     ):
         self.program, self.plan, self.executable, self.key, self.seconds = program, plan, executable, key, seconds
+        #: the transformations that were applied, by their keys
+        self.recipe = list(recipe)
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
         #: whether the program may hold an update back, so that counters live on its device
         self.skips = any(s.kind == "scaler" for s in program.slots)
@@ -85,6 +98,7 @@ class TrainStep:
         self.plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
         self._notice: Any = None
+        self._holds_averages = False
         if compile_now:
             self._variant(self._fill(example_batch)[0])
 
@@ -103,6 +117,11 @@ class TrainStep:
         with self._lock, torch.inference_mode(False), torch.profiler.record_function("wholestep.step"):
             start = time.perf_counter()
             refuse_autocast("called")
+            if self._holds_averages:
+                raise InputError(
+                    "the step was called inside `with step.averaged()`, where the model holds its averages: what it "
+                    "learns there would be lost; leave the block first"
+                )
             given = as_compiled(self.example_batch, batch, named)
             given, cut = self._fill(given)
             compiled, tensors = self._variant(given)
@@ -119,10 +138,25 @@ class TrainStep:
         """The one program of the step; `str()` of it is MLIR text. With several shapes, the one used last."""
         return self._compiled.program.module
 
-    def report(self) -> Report:
-        """What was compiled, what it moves and how it runs."""
+    @overload
+    def report(self, format: None = None) -> Report: ...
+
+    @overload
+    def report(self, format: str) -> str: ...
+
+    def report(self, format: str | None = None) -> Report | str:
+        """What was compiled, what it moves and how it runs: `str()` is a table; format="json" or "html" gives text."""
         with self._lock:
-            return report_of(self)
+            return report_of(self) if format is None else report_of(self).rendered(format)
+
+    def opportunities(self) -> list[Opportunity]:
+        """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
+        return opportunities(self.program())
+
+    @property
+    def recipe(self) -> list[str]:
+        """The transformations that were applied, in order: `ws.compile(..., recipe=step.recipe)` does them again."""
+        return list(self._compiled.recipe)
 
     def refresh(self) -> None:
         """Call it after changing parameters through `.data`: their low-precision copies are made again."""
@@ -139,7 +173,9 @@ class TrainStep:
                 )
             programs = [c.program for c in self._variants.values() if c.key == latest.key]
             assert self.plan is not None
-            write_step(path, programs, self.plan, self.options.to_json(), self.model, self.loss_fn, self.optimizer)
+            decisions = [{"name": key} for key in latest.recipe]
+            options = self.options.to_json()
+            write_step(path, programs, self.plan, options, self.model, self.loss_fn, self.optimizer, decisions)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, random state, and loss scale and averages where there are any, as plain state dicts."""
@@ -157,7 +193,7 @@ class TrainStep:
             check_checkpoint(state, self.model, self.optimizer)
             self._own.check(state, parameters)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would train on the given tensors
             self._own.load(state, parameters)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
@@ -173,11 +209,13 @@ class TrainStep:
         with self._lock, torch.no_grad():
             averages = self._averages()
             pairs = [(p, averages[id(p)], p.detach().clone()) for p in self._parameters().values() if id(p) in averages]
+            outer, self._holds_averages = self._holds_averages, True
             try:
                 for p, average, _ in pairs:
                     p.copy_(average)
                 yield self.model
             finally:
+                self._holds_averages = outer
                 for p, _, kept in pairs:
                     p.copy_(kept)
 
@@ -206,6 +244,7 @@ class TrainStep:
         self.plan = compiled.plan
         if compiled.program.policy.low is not None and self._notice is None:
             self._notice = self.optimizer.register_step_post_hook(EagerStepNotice(self._own))
+            weakref.finalize(self, self._notice.remove)
         self._variants[tuple([s.type.shape for s in compiled.batch_slots])] = compiled
         while len(self._variants) > (self.options.max_variants if self.options.shapes == "bucket" else 1):
             self._variants.popitem(last=False)
@@ -221,13 +260,10 @@ class TrainStep:
 
     def _variant(self, batch: Any) -> tuple[Compiled, list[torch.Tensor]]:
         """The program for a batch, and its tensors; compiled (again) where shapes, modes or groups ask for it."""
-        tensors, names, structure = flattened(batch)
         if not self._variants:
-            return self._compile(batch), tensors
+            return self._compile(batch), flattened(batch)[0]
+        tensors, names = self._checked(batch)
         latest = self._compiled
-        check_structure(latest.program.captured.exported.batch_structure, structure)
-        for index, slot in latest.batch_types.items():
-            check_tensor(names[index], tensors[index], torch_dtype(slot.type.element), latest.executable.device)
         shapes = signature([tensors[i] for i in latest.batch_types])
         compiled = self._variants.get(shapes)
         if compiled is None and self.options.shapes == "static":
@@ -239,11 +275,24 @@ class TrainStep:
         self._variants.move_to_end(shapes)
         return compiled, tensors
 
+    def _checked(self, batch: Any) -> tuple[list[torch.Tensor], list[str]]:
+        """The tensors of a batch that has the structure, dtypes and device of the compiled ones, and their names."""
+        tensors, names, structure = flattened(batch)
+        latest = self._compiled
+        check_structure(latest.program.captured.exported.batch_structure, structure)
+        for index, slot in latest.batch_types.items():
+            check_tensor(names[index], tensors[index], torch_dtype(slot.type.element), latest.executable.device)
+        return tensors, names
+
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def _fill(self, batch: Any) -> tuple[Any, Cut | None]:
         """The batch padded to its bucket, where that is wanted and exact."""
-        return (batch, None) if self._padding is None else self._padding.fill(self, batch)
+        if self._padding is None:
+            return batch, None
+        if self._variants:
+            self._checked(batch)
+        return self._padding.fill(self, batch)
 
     def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any, cut: Cut | None) -> Any:
         program = compiled.program
@@ -259,7 +308,8 @@ class TrainStep:
             by_kind.setdefault("user" if result.kind in ("loss", "output") else result.kind, []).append(value)
         lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
         user = [t.clone() if storage(t) in lasting else t for t in by_kind["user"]]  # before the parameters change
-        user = [cut_back(t, cut) for t in user]
+        if cut is not None:
+            user = [cut_back(t, cut, dimensions) for t, dimensions in zip(user, cut.dimensions, strict=True)]
         exported = program.captured.exported
         result = unflatten(exported.output_structure, user)
         self._commit(compiled, inputs, outputs, created)
@@ -356,7 +406,9 @@ class TrainStep:
             compiled.plan.finish(compiled.program.updated)
             mark_optimizer_called(self.optimizer)
             self._own.counter += 1
-            self._own.averaged += self.options.ema is not None
+            if self.options.ema is not None:
+                self._own.average_the_rest(compiled.program.slots, captured.parameters)
+                self._own.averaged += 1
             self._own.follow(compiled.program.slots, captured.parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -411,7 +463,7 @@ def uninterrupted() -> Iterator[None]:
         return
     received: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {}
-    for number in map(int, signal.valid_signals()):
+    for number in SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, signal.Handlers):
             handlers[number] = handler

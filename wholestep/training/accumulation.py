@@ -29,16 +29,19 @@ def run_per_micro_batch(
     slots: list[Slot],
     count: int,
     outputs: list[Value],
+    loss: int,
     changed: list[tuple[Slot, Value]],
     grads: list[Value],
 ) -> tuple[Op, list[Slot], list[Value], list[tuple[Slot, Value]], list[Value]]:
     """Makes `function` the micro-batch's and gives a new function `step` that calls it `count` times.
 
-    Also gives the new function's slots (batches whole) and its values for outputs, changed state and gradients.
+    `loss` is the place of the loss among the outputs. Also gives the new function's slots (batches whole) and its
+    values for outputs, changed state and gradients.
     """
     size = micro_size(slots)
     values = [*outputs, *(v for _, v in changed), *grads]
-    kinds = [how_taken(v.type, size) for v in outputs] + ["last"] * len(changed) + ["sum"] * len(grads)
+    kinds = ["mean" if i == loss else how_taken(v.type, size) for i, v in enumerate(outputs)]
+    kinds += ["last"] * len(changed) + ["sum"] * len(grads)
     described = [{"step.kind": s.kind, "step.name": s.name} for s in slots]
     finish_function(function, values, described)
     function.attributes["sym_name"] = "micro_batch"

@@ -83,9 +83,9 @@ def build_step(captured: Captured, plan: OptimizerPlan, options: Options | None 
     copies = split_weight_copies(argument.block, captured, argument) if policy.low is not None else {}
     function, outputs, changed = captured.function, captured.outputs, captured.changed
     if options.accumulate > 1:
-        names = list(grads)
+        names, loss = list(grads), captured.exported.loss_index
         function, slots, outputs, changed, sums = run_per_micro_batch(
-            captured.module, function, argument.slots, options.accumulate, outputs, changed, list(grads.values())
+            captured.module, function, argument.slots, options.accumulate, outputs, loss, changed, list(grads.values())
         )
         grads = dict(zip(names, sums, strict=True))
         argument = Arguments(function, slots)

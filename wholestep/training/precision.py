@@ -123,7 +123,7 @@ class _Caster:
     """One walk in program order. `was` remembers the types the program had, for ops that cannot take others."""
 
     def __init__(self, captured: Captured, policy: Policy, low: ScalarType):
-        self.policy, self.low = policy, low
+        self.policy, self.low, self.exact = policy, low, captured.exact
         arguments = dict(zip(captured.function.regions[0].block.arguments, captured.slots, strict=True))
         self.parameters = {v for v, slot in arguments.items() if slot.kind == "parameter"}
         #: values that depend on a parameter or on numbers of the batch; what does not (position tables) stays exact
@@ -140,7 +140,7 @@ class _Caster:
         if definition.moves:
             return "follow"
         precision, by_name = self.policy.choose(op.loc.layer, op.name)
-        if precision == "fp32":
+        if precision == "fp32" or op in self.exact:
             return "high"
         if by_name:
             return "low"
@@ -161,7 +161,9 @@ class _Caster:
                 return False
             for user in value.uses:
                 rule = user.definition.precision  # type: ignore[attr-defined]
-                if self.policy.choose(user.loc.layer, user.name)[0] == "fp32" or user.phase == "loss":
+                if self.policy.choose(user.loc.layer, user.name)[0] == "fp32" or user in self.exact:
+                    return False
+                if user.phase == "loss":
                     return False
                 if rule == "follow" and user not in seen and user.name != "step.cast":
                     seen.add(user)
@@ -290,6 +292,8 @@ def split_weight_copies(block: Block, captured: Captured, argument: Callable[[Sl
         if slot is not None:
             fqn = slot.source[1]
             type = value.type.with_element(element)
+            if fqn in copies and copies[fqn].type is not type:  # the model's own cast to the other 16-bit type
+                return None
             copies[fqn] = Slot("copy", f"{fqn} as {element}", ("copy", fqn), type)
             return argument(copies[fqn])
         op = value.op

@@ -97,6 +97,10 @@ class StepOp(OpDef):
     converts: ClassVar[bool] = False
     #: one output element depends on one element of each (broadcast) operand
     pointwise: ClassVar[bool] = False
+    #: its result is its operand's memory seen otherwise, where strides can say it
+    views: ClassVar[bool] = False
+    #: operands, by number, whose memory the first result may take where they die; any of its own type for pointwise ops
+    overwrites: ClassVar[tuple[int, ...]] = ()
     commutative: ClassVar[bool] = False
     #: False for ops whose results carry no gradient (comparisons, integer results)
     differentiable: ClassVar[bool] = True
@@ -114,9 +118,9 @@ class StepOp(OpDef):
 
     @staticmethod
     def bytes(op: Op) -> tuple[int, int]:
-        """Bytes read and written if each operand is read once and each result written once."""
+        """Bytes read and written if each operand is read once and each result that somebody uses is written once."""
         read = sum(v.type.bytes for v in dict.fromkeys(op.operands))
-        return read, sum(r.type.bytes for r in op.results)
+        return read, sum(r.type.bytes for r in op.results if r.uses)
 
     @staticmethod
     def roles(op: Op) -> Roles | None:

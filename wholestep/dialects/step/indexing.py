@@ -161,6 +161,7 @@ class Gather(AlongDim):
 class ScatterLike(AlongDim):
     """x with elements of src put where index says."""
 
+    overwrites = (0,)
     x = Operand()
     index = Operand(IntTensor)
     src = Operand()
@@ -211,6 +212,7 @@ class Scatter(ScatterLike):
 class IndexAdd(Indexing):
     """x with slices of src added: y[index[i]] += src[i] along one dimension."""
 
+    overwrites = (0,)
     x = Operand()
     index = Operand(IntTensor, "a vector")
     src = Operand()
@@ -343,6 +345,7 @@ class Index(Indexing):
 class IndexPut(Indexing):
     """x with x[:, i, j, :] replaced by values, or with values added; values broadcast to that place."""
 
+    overwrites = (0,)
     x = Operand()
     indices = Operand(IntTensor, "one per indexed dimension", variadic=True)
     values = Operand()

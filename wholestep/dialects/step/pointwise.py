@@ -354,6 +354,7 @@ class Detach(Unary):
 
     differentiable = False
     moves = True
+    views = True
     torch_function = staticmethod(lambda x: x)
     cost = 0
 

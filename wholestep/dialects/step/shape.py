@@ -26,6 +26,7 @@ class Shape(StepOp):
 class Reshape(Shape):
     """The same elements in row-major order under another shape."""
 
+    views = True
     shape = Attr("ints", "the new shape, with as many elements")
 
     @staticmethod
@@ -50,6 +51,7 @@ class Reshape(Shape):
 class Transpose(Shape):
     """Dimensions in another order: dimension i of the result is dimension order[i] of x."""
 
+    views = True
     order = Attr("ints", "a permutation of the dimensions")
 
     @staticmethod
@@ -80,6 +82,7 @@ class Transpose(Shape):
 class Broadcast(Shape):
     """x repeated along new leading dimensions and along dimensions of size one."""
 
+    views = True
     shape = Attr("ints", "the new shape")
 
     @staticmethod
@@ -115,6 +118,7 @@ class Broadcast(Shape):
 class Slice(Shape):
     """Every stride-th index from start up to end along one dimension."""
 
+    views = True
     dim = Attr("int", "dimension")
     start = Attr("int", "first index")
     end = Attr("int", "one past the last index")
@@ -183,6 +187,7 @@ class SliceUpdate(StepOp):
     """`base` with one slice replaced by x."""
 
     moves = True
+    overwrites = (0,)
     base = Operand()
     x = Operand()
     y = Result()

@@ -1,0 +1,171 @@
+"""`wholestep explain SCRIPT_OR_STEP`: where every byte of a training step goes.
+
+A saved step is read as data: its program is priced, nothing of it runs. A Python script runs as `__main__` until its
+first compiled step has been called `--steps` times; then the script is stopped there and the step's report printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wholestep.errors import InputError, WholestepError
+from wholestep.machine.description import Description, load_description
+
+
+class Stop(BaseException):
+    """Ends the script; no `except Exception` of it can hold this."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="SCRIPT_OR_STEP", help="a Python script, or a file that step.save wrote")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write one HTML file with charts")
+    parser.add_argument("--machine", metavar="NAME", help="price the step on a described machine (h200, or a file)")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="stop a script after N steps (default 1)")
+    parser.epilog = "What follows a -- is given to the script."
+
+
+def run(args: argparse.Namespace) -> int:
+    path = Path(args.file)
+    if args.steps < 1:
+        raise InputError(f"--steps must be a positive number, not {args.steps}")
+    if not path.is_file():
+        raise InputError(f"{path} is not there: give a Python script, or a file that step.save wrote")
+    machine = load_description(args.machine) if args.machine else None
+    if path.suffix in (".py", ".pyw"):
+        text, as_json, as_html = explain_script(path, args.rest, args.steps, machine)
+    elif looks_saved(path):
+        text, as_json, as_html = explain_saved(path, machine)
+    else:
+        raise InputError(f"{path} is neither a Python script (.py) nor a saved step")
+    print(text)
+    for file, content in ((args.json, as_json), (args.html, as_html)):
+        if file:
+            write(file, content)
+    return 0
+
+
+def write(file: str, content: str) -> None:
+    try:
+        Path(file).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror or error}") from None
+    print(f"written: {file}", file=sys.stderr)
+
+
+def looks_saved(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(64).lstrip().startswith(b"{")
+
+
+# ---- a saved step ----------------------------------------------------------------------------------------------------
+
+
+def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, str]:
+    """Text, JSON and HTML of the program in a file that was used last."""
+    import json
+
+    from wholestep.cost import movement_of
+    from wholestep.cost.html import page
+    from wholestep.runtime.report import executed_form
+    from wholestep.runtime.saved import read_content, reading
+    from wholestep.runtime.saved_program import program_text
+
+    content = read_content(path)
+    with reading(str(path)):
+        programs = content["programs"]
+        _, function = program_text(programs[-1]["text"], programs[-1]["entry"])
+        movement = movement_of(executed_form(function), machine)
+    lines = [f"{path}: a step saved by Wholestep {content['made_with'].get('wholestep')}"]
+    if len(programs) > 1:
+        lines.append(f"it holds {len(programs)} programs, one per shape of the batch; this is the one used last")
+    text = "\n".join([*lines, str(movement)])
+    return text, json.dumps(movement.to_dict(), indent=1) + "\n", page(movement, path.name, None, text)
+
+
+# ---- a script --------------------------------------------------------------------------------------------------------
+
+
+def explain_script(
+    path: Path, arguments: Sequence[str], steps: int, machine: Description | None
+) -> tuple[str, str, str]:
+    """Runs the script until its first step has run; text, JSON and HTML of that step's report."""
+    from wholestep.cost.roofline import roofline
+    from wholestep.runtime.report import report_of
+
+    step = first_step(path, arguments, steps)
+    report = report_of(step)
+    if machine is not None and report.movement is not None:
+        report.movement.roofline = roofline(report.movement.ledger, machine)
+    return str(report), report.rendered("json"), report.rendered("html")
+
+
+def first_step(path: Path, arguments: Sequence[str], steps: int) -> Any:
+    """The first compiled step of a script, after it has run a few times or the script has ended."""
+    seen: list[Any] = []
+    with watched_steps(seen, steps), as_main(path, arguments):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except Stop:
+            pass
+        except SystemExit as end:
+            if not seen and end.code not in (None, 0):
+                raise InputError(f"{path} ended with {end.code!r} before it compiled a step") from end
+        except WholestepError:
+            raise
+        except Exception as error:
+            if not seen or not seen[0]._variants:
+                raise InputError(
+                    f"{path} failed before a step was compiled: {type(error).__name__}: {error}\n"
+                    f"Try: run it with python {path} first, or see where it failed with --traceback"
+                ) from error
+            print(f"{path} stopped with {type(error).__name__}: {error}", file=sys.stderr)
+    if not seen or not seen[0]._variants:
+        raise InputError(
+            f"{path} ended without compiling a step: explain looks for a call of ws.compile (or ws.load) in a script; "
+            "what a script needs is given after --"
+        )
+    return seen[0]
+
+
+@contextmanager
+def watched_steps(seen: list[Any], steps: int) -> Iterator[None]:
+    """While the block runs, notes each step that is made and stops the script after the first has run enough."""
+    from wholestep.runtime.train_step import TrainStep
+
+    make, call = TrainStep.__init__, TrainStep.__call__
+
+    def noted_init(self: TrainStep, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        seen.append(self)
+
+    def noted_call(self: TrainStep, *batch: Any, **named: Any) -> Any:
+        result = call(self, *batch, **named)
+        if self is seen[0] and len(self._durations) >= steps:
+            raise Stop
+        return result
+
+    TrainStep.__init__, TrainStep.__call__ = noted_init, noted_call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TrainStep.__init__, TrainStep.__call__ = make, call  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """The arguments and import path a script has when Python runs it."""
+    kept_arguments, kept_path = sys.argv, list(sys.path)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, os.fspath(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = kept_arguments, kept_path

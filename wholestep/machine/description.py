@@ -1,0 +1,108 @@
+"""Descriptions of machines: how fast memory, matrix products, launches and links are, as JSON files.
+
+Some are shipped beside this file; `wholestep doctor --calibrate --write FILE` measures another. WHOLESTEP_MACHINE names
+the one to use (a shipped name or a file) where the machine at hand has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wholestep.errors import InputError
+
+VARIABLE = "WHOLESTEP_MACHINE"
+FORMAT = "wholestep machine"
+#: links between memories, in bytes per second
+LINKS = ("host_to_device", "device_to_host")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a machine can do. `sources` says for each figure where it is from."""
+
+    name: str
+    kind: str  # "cpu" or "cuda"
+    #: bytes read plus bytes written per second, by a plain copy
+    bandwidth: float
+    #: floating-point operations per second of a large matrix product, by element type
+    gemm: dict[str, float] = field(default_factory=dict)
+    #: seconds that a call of one small kernel costs; None where nobody measured it
+    launch_seconds: float | None = None
+    #: launches are queued ahead of the device, so that only the longer of launch and work counts
+    overlapped: bool = False
+    links: dict[str, float] = field(default_factory=dict)
+    #: of a CPU: the cores that were used
+    cores: int | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
+
+
+def from_json(text: str, where: str) -> Description:
+    """A description from its text; InputError says what is wrong with it."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where} is not a machine description: {error}") from None
+    if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
+        raise InputError(f"{where} is not a machine description; `wholestep doctor --calibrate --write FILE` makes one")
+    fields = Description.__dataclass_fields__
+    strange = [name for name in given if name not in fields]
+    absent = [name for name in ("name", "kind", "bandwidth") if name not in given]
+    if strange or absent:
+        raise InputError(f"{where}: " + (f"it has no {absent[0]}" if absent else f"{strange[0]!r} is not known"))
+    numbers = [given["bandwidth"], *entries(given, "gemm", where), *entries(given, "links", where)]
+    numbers += [n for n in (given.get("launch_seconds"), given.get("cores")) if n is not None]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+            raise InputError(f"{where}: {number!r} is no speed; every figure is a positive number")
+    texts = [given["name"], given["kind"], *entries(given, "sources", where)]
+    if not all(isinstance(t, str) for t in texts) or given["kind"] not in ("cpu", "cuda"):
+        raise InputError(f'{where}: name and sources are text, kind is "cpu" or "cuda"')
+    return Description(**given)
+
+
+def entries(given: dict[str, Any], name: str, where: str) -> list[Any]:
+    found = given.get(name, {})
+    if not isinstance(found, dict):
+        raise InputError(f"{where}: {name} must be a table of names and values")
+    return list(found.values())
+
+
+def shipped() -> Iterator[tuple[str, Description]]:
+    """The descriptions that come with Wholestep, by name."""
+    for path in sorted(Path(__file__).parent.glob("*.json")):
+        yield path.stem, from_json(path.read_text(encoding="utf-8"), path.name)
+
+
+def load_description(name_or_file: str | os.PathLike[str]) -> Description:
+    """A shipped description by its name, or one from a file."""
+    known = dict(shipped())
+    if str(name_or_file) in known:
+        return known[str(name_or_file)]
+    path = Path(name_or_file)
+    try:
+        return from_json(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        raise InputError(
+            f"there is no machine description {str(name_or_file)!r}: give a file, or one of {', '.join(known)}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def find_description(name: str, cores: int | None = None) -> Description | None:
+    """The description of this machine: the one WHOLESTEP_MACHINE names, else a shipped one with its name and cores."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return load_description(chosen)
+    for _, description in shipped():
+        if description.name == name and description.cores in (None, cores):
+            return description
+    return None

@@ -1,0 +1,198 @@
+"""One door for every transformation: `find` lists opportunities, `apply` takes one, a policy picks, a recipe remembers.
+
+An opportunity names its transformation, its site, the change it predicts and, where it cannot be applied, why not. The
+automatic pipeline, user code and saved recipes all go through `transform`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import InputError
+from ..ir.builtin import functions
+from ..ir.core import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What applying an opportunity is predicted to change per step; negative is less."""
+
+    bytes: int = 0  # read and written by all ops
+    saved: int = 0  # held from forward to backward
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opportunity:
+    """One thing that could be done at one site, or that cannot, and why not."""
+
+    transformation: str
+    site: str
+    change: Change = Change()
+    why_not: str = ""
+
+    @property
+    def key(self) -> str:
+        """What a recipe, `force` and `forbid` call it."""
+        return f"{self.transformation} {self.site}"
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"{self.key}: not possible: {self.why_not}"
+        c = self.change
+        return f"{self.key}: bytes {c.bytes:+,}, saved {c.saved:+,}, flops {c.flops:+,}"
+
+
+class Transformation(ABC):
+    """A kind of change to a program. Levels: 1 one op, 2 neighbours, 3 the whole step, 4 devices."""
+
+    name: ClassVar[str]
+    level: ClassVar[int]
+    #: False where results may differ beyond the order of summation: never picked by itself
+    keeps_numerics: ClassVar[bool] = True
+
+    @abstractmethod
+    def find(self, module: Op) -> list[Opportunity]:
+        """Every place where it could be applied, and those near misses a user may ask about."""
+
+    @abstractmethod
+    def apply(self, op: Op) -> None:
+        """Changes the program at the op that `site_of` names."""
+
+
+Policy = Callable[[Sequence[Opportunity]], Opportunity | None]
+_TRANSFORMATIONS: dict[str, Transformation] = {}
+
+
+def register_transformation(cls: type[Transformation]) -> type[Transformation]:
+    """Class decorator: makes a transformation known, from our files or from a user's."""
+    if " " in cls.name:
+        raise ValueError(f"{cls.name!r} is no name for a transformation: it must be one word")
+    _TRANSFORMATIONS[cls.name] = cls()
+    return cls
+
+
+def transformations() -> dict[str, Transformation]:
+    """Every known transformation by name."""
+    return dict(sorted(_TRANSFORMATIONS.items()))
+
+
+def forget_transformation(name: str) -> None:
+    """Takes a registered transformation out again."""
+    _TRANSFORMATIONS.pop(name, None)
+
+
+def sites(module: Op) -> dict[str, Op]:
+    """Every op by its site: function, layer, op and its number among the same there. Other sites keep their names."""
+    found: dict[str, Op] = {}
+    counts: dict[str, int] = {}
+    for function in functions(module):
+        for op in function.regions[0].block:
+            if op.definition.terminator:
+                continue
+            name = op.name.partition(".")[2]
+            stem = f"{function.attributes['sym_name']}/{op.loc.layer or '-'}/{op.phase}/{name}"
+            number = counts[stem] = counts.get(stem, -1) + 1
+            found[f"{stem}#{number}"] = op
+    return found
+
+
+def site_names(module: Op) -> dict[Op, str]:
+    """The site of every op."""
+    return {op: site for site, op in sites(module).items()}
+
+
+def opportunities(module: Op, levels: Iterable[int] = (1, 2, 3, 4)) -> list[Opportunity]:
+    """What every transformation of these levels finds, impossible ones included."""
+    wanted = set(levels)
+    return [o for t in transformations().values() if t.level in wanted for o in t.find(module)]
+
+
+def do_nothing(found: Sequence[Opportunity]) -> Opportunity | None:
+    """The policy that leaves the program as it is."""
+    return None
+
+
+def fewest_bytes(found: Sequence[Opportunity]) -> Opportunity | None:
+    """The policy that takes whatever moves fewer bytes, the largest gain first."""
+    best = min(found, key=lambda o: (o.change.bytes, o.key), default=None)
+    return best if best is not None and best.change.bytes < 0 else None
+
+
+def transform(
+    module: Op,
+    policy: Policy = do_nothing,
+    recipe: Sequence[str] = (),
+    force: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    limit: int = 10_000,
+) -> list[str]:
+    """Applies a recipe, then what is forced, then what the policy picks until it picks nothing; gives the recipe of it.
+
+    `force` and `forbid` are keys or patterns such as "recompute */gelu#*"; one that fits nothing is an error.
+    """
+    done = [apply_key(module, key) for key in recipe]
+    for pattern in force:
+        done += apply_pattern(module, pattern)
+    check_patterns(module, forbid)
+    while len(done) < limit:
+        possible = [o for o in opportunities(module) if not o.why_not and not matches(o, forbid)]
+        safe = [o for o in possible if _TRANSFORMATIONS[o.transformation].keeps_numerics]
+        picked = policy(safe)
+        if picked is None:
+            break
+        done.append(apply_key(module, picked.key))
+    return done
+
+
+def matches(opportunity: Opportunity, patterns: Sequence[str]) -> bool:
+    return any(opportunity.key == p or fnmatch.fnmatchcase(opportunity.key, p) for p in patterns)
+
+
+def apply_key(module: Op, key: str) -> str:
+    """Applies one opportunity by its key; InputError where there is none, or where it is not possible."""
+    name, _, site = key.partition(" ")
+    known = transformations()
+    if name not in known:
+        raise InputError(f"there is no transformation {name!r}; known: {', '.join(known)}{near(name, known)}")
+    found = {o.key: o for o in known[name].find(module)}
+    if key not in found:
+        raise InputError(f"the program has no opportunity {key!r}{near(key, found)}")
+    if found[key].why_not:
+        raise InputError(f"{key!r} is not possible: {found[key].why_not}")
+    known[name].apply(sites(module)[site])
+    return key
+
+
+def apply_pattern(module: Op, pattern: str) -> list[str]:
+    """Applies every possible opportunity that fits a key or pattern, each as it stands when its turn comes."""
+    fitting = [o for o in opportunities(module) if matches(o, [pattern])]
+    if not fitting:
+        raise InputError(f"force names {pattern!r}, which fits no opportunity; step.opportunities() lists them")
+    possible = [o for o in fitting if not o.why_not]
+    if not possible:
+        raise InputError(f"{fitting[0].key!r} is not possible: {fitting[0].why_not}")
+    done = []
+    for wanted in possible:
+        still = {o.key for o in _TRANSFORMATIONS[wanted.transformation].find(module) if not o.why_not}
+        if wanted.key in still:
+            done.append(apply_key(module, wanted.key))
+    return done
+
+
+def check_patterns(module: Op, patterns: Sequence[str]) -> None:
+    """Refuses patterns that fit nothing: a misspelt `forbid` must not pass unseen."""
+    found = opportunities(module) if patterns else []
+    for pattern in patterns:
+        if not any(matches(o, [pattern]) for o in found):
+            raise InputError(f"forbid names {pattern!r}, which fits no opportunity; step.opportunities() lists them")
+
+
+def near(given: str, choices: Iterable[str]) -> str:
+    found = difflib.get_close_matches(given, list(choices), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
