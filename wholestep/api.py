@@ -15,6 +15,7 @@ from .capture.capture import capture, named_state
 from .capture.structure import flatten
 from .errors import InputError
 from .ir.passes import run_pipeline
+from .ir.types import F16
 from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
 from .runtime.batches import first_micro_batch
@@ -225,6 +226,8 @@ def as_batch(example: Any) -> Any:
 def check_options(options: Options) -> None:
     """Everything that can be said of the options without a model."""
     policy = parse_precision(options.precision)
+    if options.loss_scale != Scaling() and policy.low is not F16:
+        raise InputError('loss_scale= belongs to precision="fp16"; bf16 and fp32 need no loss scale')
     if options.verify and policy.low is not None:
         raise InputError(
             'verify=True compares with eager PyTorch to float32 accuracy; compile with precision="fp32" to verify, '

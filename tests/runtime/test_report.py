@@ -52,3 +52,12 @@ def test_movement_is_part_of_it(monkeypatch):
     assert "at the limits of NVIDIA H200" in text and "measured" not in text.split("at the limits")[1].splitlines()[0]
     step(data(300, 4))
     assert re.search(r"at the limits of NVIDIA H200: .*; measured [\d.]+ \w+$", str(step.report()), re.M)
+
+
+def test_flops_by_precision_count_every_micro_batch():
+    totals = []
+    for count in (1, 2):
+        model = fresh(lambda: nn.Sequential(nn.Linear(4, 4)))
+        step = ws.compile(model, squares, adamw(model), (data(4, 4),), precision="bf16", accumulate=count)
+        totals.append(sum(n for group in step.report().precision.values() for n in group.values()))
+    assert totals[0] == totals[1] > 0

@@ -205,6 +205,17 @@ def test_a_batch_that_is_wrong_decides_nothing_about_padding():
     assert "exact" in step.report().padding
 
 
+def test_sequences_of_different_lengths_get_their_own_program():
+    def loss(model: nn.Module, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (model(source).mean(1, keepdim=True) - model(target)).pow(2).mean()
+
+    model, ids = fresh(lambda: nn.Embedding(11, 4)), tokens(20)["input_ids"]
+    step = ws.compile(model, loss, sgd(model), (ids, ids), shapes="bucket", pad={"0": 0, "1": 0})
+    step(ids[:, :18], ids[:, :17])
+    assert step.report().variants == [[[3, 20], [3, 20]], [[3, 18], [3, 17]]]
+    assert "sequences of one batch have different lengths (17, 18)" in str(step.report())
+
+
 def test_a_wrong_name_for_padding_is_noticed():
     model = fresh(Reader)
     with pytest.raises(InputError, match="pad names 'input', which is no tensor of the batch; it has input_ids, att"):

@@ -170,3 +170,10 @@ def test_switches_are_true_or_false(option):
     model = fresh(Perceptron)
     with pytest.raises(InputError, match=f"{option} is True or False, not 'no'"):
         ws.compile(model, large, sgd(model), (data(6, 4),), **{option: "no"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_scale_without_fp16_is_refused(precision):
+    model = fresh(Perceptron)
+    with pytest.raises(InputError, match='loss_scale= belongs to precision="fp16"'):
+        ws.compile(model, large, sgd(model), (data(6, 4),), precision=precision, loss_scale=128.0)

@@ -105,6 +105,10 @@ def fit(
     An exception or Ctrl-C closes the line, leaves model and optimizer after the last whole step and goes on to you.
     """
     _check(step, epochs, max_steps, scheduler, scheduler_every, log_every)
+    if not isinstance(callbacks, Sequence):
+        raise InputError(
+            f"callbacks is a list of functions or objects with on_step_end and the like, not {callbacks!r}"
+        )
     run = _Run(step, scheduler, scheduler_every, [_handlers(c) for c in callbacks], log_every)
     with progress_line(_total(loader, epochs, max_steps), progress) as line:
         try:

@@ -101,6 +101,8 @@ class Padding:
             for unknown in (name for name in values if name not in keys):
                 raise InputError(f"pad names {unknown!r}, which is no tensor of the batch; it has {', '.join(keys)}")
         lengths = {t.shape[1] for t, key in zip(tensors, keys, strict=True) if key in values and t.dim() > 1}
+        if len(lengths) > 1:
+            self.reason = f"sequences of one batch have different lengths ({', '.join(map(str, sorted(lengths)))})"
         if len(lengths) != 1:
             return batch, None
         (length,) = lengths

@@ -202,13 +202,18 @@ def autocast_of(step: Any, low: Any) -> CastBytes | str:
 def precision_by_group(module: Op) -> dict[str, dict[str, int]]:
     """Flops of low-precision candidates (matrix products, convolutions, attention) by layer group and element type."""
     found: dict[str, dict[str, int]] = {}
+    loops = [
+        op for function in functions(module) for op in function.regions[0].block if op.name == "step.micro_batches"
+    ]
+    times = {op.callee.name: op.count for op in loops}
     for function in functions(module):
+        runs = times.get(function.attributes["sym_name"], 1)
         for op in function.regions[0].block:
             if getattr(op.definition, "precision", "") != "low" or not op.operands:
                 continue
             group = found.setdefault(layer_group(op.loc.layer), {})
             element = op.operands[0].type.element.text
-            group[element] = group.get(element, 0) + op.definition.flops(op)  # type: ignore[attr-defined]
+            group[element] = group.get(element, 0) + runs * op.definition.flops(op)  # type: ignore[attr-defined]
     return dict(sorted(found.items()))
 
 
