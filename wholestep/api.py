@@ -135,7 +135,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     start = clock()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
     captured_at = clock()
-    plan = plan_optimizer(step.optimizer, captured.parameters, step.plan)
+    plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
     program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)

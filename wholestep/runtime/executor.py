@@ -14,10 +14,9 @@ from ..backends.host import host_function
 from ..dialects.step import constant_value, torch_dtype
 from ..dialects.step.control import root_of
 from ..errors import WholestepError
-from ..ir.builtin import lookup, module
+from ..ir.builtin import lookup
 from ..ir.core import Op, Value
-from ..ir.passes import run_pipeline
-from ..transforms.expand import expand_where, needs_expansion
+from ..transforms.expand import expanded
 from .micro_batches import MicroBatchLoop
 
 
@@ -123,16 +122,6 @@ class Executable:
                 raise  # (an error of a micro-batch names its op already)
             raise kept_class(error)(f"{op.name} of layer {op.loc}: {error}") from error
         return [slots[i] if dtype is None else torch.tensor(slots[i], dtype=dtype) for i, dtype in self.results]
-
-
-def expanded(function: Op) -> Op:
-    """A copy of the function in which ops that only run through their expansion are expanded, with repeats merged."""
-    root = module()
-    copy = function.clone()
-    root.regions[0].block.append(copy)
-    if expand_where(copy, needs_expansion):
-        run_pipeline(root, "cse,dce")
-    return copy
 
 
 def chooses_on_host(op: Op, host: set[Value]) -> bool:

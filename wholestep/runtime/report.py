@@ -21,9 +21,9 @@ from ..ir.core import Op
 from ..machine.cpu import cpu_field
 from ..machine.description import Description, find_description
 from ..training.build import sizes
+from ..transforms.expand import expanded
 from .batches import first_micro_batch
 from .cast_bytes import CastBytes, autocast_casts, program_casts
-from .executor import expanded
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from ..dialects.step import torch_dtype
 from ..errors import InputError, WholestepError
 from ..ir.core import Op
 from ..options import Options
+from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
@@ -95,7 +96,7 @@ class TrainStep:
         self.compilations = self.dropped = 0
         self.verified: bool | None = None
         self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
-        self.plan: OptimizerPlan | None = None
+        self.optimizer_plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
         self._notice: Any = None
         self._holds_averages = False
@@ -149,6 +150,24 @@ class TrainStep:
         with self._lock:
             return report_of(self) if format is None else report_of(self).rendered(format)
 
+    def plan(self) -> Plan:
+        """A static plan of the program: order, addresses in one arena, what is written over what; `str()` sums it up.
+
+        It is data for planning memory ahead. Steps run through the reference executor, which allocates as it goes.
+        """
+        with self._lock:
+            compiled = self._compiled
+            executable = compiled.executable
+            tables = {
+                "parameter": compiled.program.captured.parameters,
+                "constant": compiled.program.captured.constants,
+            }
+            strides = [
+                tables[slot.kind][slot.source[1]].stride() if slot.kind in tables else None
+                for slot in compiled.program.slots
+            ]
+            return plan_function(compiled.program.function, executable.device, executable.numbers, strides=strides)[0]
+
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         return opportunities(self.program())
@@ -172,10 +191,12 @@ class TrainStep:
                     "run a step, then save"
                 )
             programs = [c.program for c in self._variants.values() if c.key == latest.key]
-            assert self.plan is not None
+            assert self.optimizer_plan is not None
             decisions = [{"name": key} for key in latest.recipe]
             options = self.options.to_json()
-            write_step(path, programs, self.plan, options, self.model, self.loss_fn, self.optimizer, decisions)
+            write_step(
+                path, programs, self.optimizer_plan, options, self.model, self.loss_fn, self.optimizer, decisions
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, random state, and loss scale and averages where there are any, as plain state dicts."""
@@ -241,7 +262,7 @@ class TrainStep:
     def adopt(self, compiled: Compiled) -> Compiled:
         """Takes a compiled program in; beyond `max_variants` the least recently used one goes."""
         compiled.buffers = buffer_homes(self.model, self.loss_fn)
-        self.plan = compiled.plan
+        self.optimizer_plan = compiled.plan
         if compiled.program.policy.low is not None and self._notice is None:
             self._notice = self.optimizer.register_step_post_hook(EagerStepNotice(self._own))
             weakref.finalize(self, self._notice.remove)

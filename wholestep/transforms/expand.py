@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from ..dialects.step import StepBuilder
 from ..errors import IRError
-from ..ir.builtin import functions
+from ..ir.builtin import functions, module
 from ..ir.core import Op, Value
-from ..ir.passes import register_pass
+from ..ir.passes import register_pass, run_pipeline
 
 
 def has_expansion(op: Op) -> bool:
@@ -46,6 +46,16 @@ def expand_where(function: Op, wanted: Callable[[Op], bool]) -> int:
         count += len(pending)
         pending = [op for op in block if wanted(op)]
     return count
+
+
+def expanded(function: Op) -> Op:
+    """A copy of the function in which ops that only run through their expansion are expanded, with repeats merged."""
+    root = module()
+    copy = function.clone()
+    root.regions[0].block.append(copy)
+    if expand_where(copy, needs_expansion):
+        run_pipeline(root, "cse,dce")
+    return copy
 
 
 @register_pass("expand")

@@ -1,0 +1,238 @@
+"""What planning costs and what it brings: time against size, and peak memory against program order and lower bound.
+
+Run: `python bench/plan.py [--out DIR]`; `--small` is a dry run. bench/results/plan.md holds the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pathlib
+import platform
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from wholestep.api import PIPELINE, host_numbers  # noqa: E402
+from wholestep.capture.capture import capture  # noqa: E402
+from wholestep.dialects.step import StepBuilder  # noqa: E402
+from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
+from wholestep.ir.core import Op  # noqa: E402
+from wholestep.ir.passes import run_pipeline  # noqa: E402
+from wholestep.ir.types import F32, TensorType  # noqa: E402
+from wholestep.machine.describe import describe, package_version, usable_cores  # noqa: E402
+from wholestep.options import Options  # noqa: E402
+from wholestep.plan import Plan, plan_function  # noqa: E402
+from wholestep.training.autodiff import gradients  # noqa: E402
+from wholestep.training.build import build_step  # noqa: E402
+from wholestep.training.optimizers import plan_optimizer  # noqa: E402
+from wholestep.training.traced_vjp import VjpCache  # noqa: E402
+
+
+def text_batch(length: int = 128) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def image_batch(rows: int, pixels: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(rows, 3, pixels, pixels), "labels": torch.randint(0, 10, (rows,))}
+
+
+def gpt2(small: bool, layers: int = 12, width: int = 768) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 48, "vocab_size": 1009} if small else {"n_layer": layers, "n_embd": width}
+    return GPT2LMHeadModel(GPT2Config(**sizes)), text_batch()
+
+
+def bert_large(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    sizes["intermediate_size"] = 4096
+    if small:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForMaskedLM(BertConfig(**sizes)), text_batch()
+
+
+def resnet50(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 16], "depths": [1, 1]} if small else {}
+    return ResNetForImageClassification(ResNetConfig(num_labels=10, **sizes)), image_batch(4, 32 if small else 128)
+
+
+def vit(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {"image_size": 96, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+    if small:
+        sizes |= {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96}
+    return ViTForImageClassification(ViTConfig(num_labels=10, **sizes)), image_batch(4, 96)
+
+
+def t5(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2} if small else {}
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)), text_batch()
+
+
+#: name -> network, options, what the table calls it
+NETWORKS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "gpt2": (gpt2, {}, "GPT-2 124M, 1x128, AdamW"),
+    "gpt2-bf16": (gpt2, {"precision": "bf16", "clip_norm": 1.0}, "GPT-2 124M, 1x128, AdamW, bf16, clipped"),
+    "bert-large": (bert_large, {}, "BERT-large, 1x128, AdamW"),
+    "resnet50": (resnet50, {}, "ResNet-50, 4 images of 128x128, AdamW"),
+    "vit": (vit, {}, "ViT-S/16, 4 images of 96x96, AdamW"),
+    "t5": (t5, {}, "T5-small, 1x128, AdamW"),
+}
+
+
+def program_of(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> tuple[Op, list[int]]:
+    """The whole step of a network, and the arguments that are numbers on the host."""
+    optimizer = torch.optim.AdamW(model.train().parameters())
+    captured = capture(model, None, batch)
+    program = build_step(captured, plan_optimizer(optimizer, captured.parameters, None), Options(**options))
+    run_pipeline(program.module, PIPELINE)
+    return program.function, host_numbers(program, optimizer)
+
+
+def recurrent(steps: int, width: int = 32, rows: int = 8) -> Op:
+    """A gated recurrent network unrolled over time, with its gradients and a plain update: about 62 ops per step."""
+    function = add_function(
+        module(),
+        "step",
+        [TensorType((steps, rows, width), F32)]
+        + [TensorType((width, width), F32)] * 6
+        + [TensorType((width,), F32)] * 3,
+    )
+    b = StepBuilder(function.regions[0].block, phase="forward")
+    xs, *weights = function.regions[0].block.arguments
+    h = b.full(0.0, (rows, width), F32)
+    for i in range(steps):
+        x = b.reshape(b.slice(xs, dim=0, start=i, end=i + 1), shape=(rows, width))
+        gates = []
+        for k in range(3):
+            seen = b.mul(gates[1], h) if k == 2 else h
+            mine = b.contract(x, weights[2 * k], spec="ab,bc->ac")
+            total = b.add(b.add(mine, b.contract(seen, weights[2 * k + 1], spec="ab,bc->ac")), weights[6 + k])
+            gates.append(b.tanh(total) if k == 2 else b.sigmoid(total))
+        h = b.add(b.mul(gates[0], h), b.mul(b.sub(1.0, gates[0]), gates[2]))
+    loss = b.mean(b.mul(h, h), dims=(0, 1))
+    b.phase = "backward"
+    grads = gradients(b, loss, weights, VjpCache(torch.device("cpu")), None)
+    b.phase = "update"
+    new = [b.sub(w, b.mul(g, 0.1)) for w, g in zip(weights, grads, strict=True)]
+    words = [{"step.kind": "parameter", "step.donates": i + 1} for i in range(len(weights))]
+    kinds = [{"step.kind": "batch"}] + [{"step.kind": "parameter"}] * len(weights)
+    return finish_function(function, [loss, *new], kinds, [{"step.kind": "loss"}, *words])
+
+
+def measure(function: Op, numbers: list[int], repeats: int = 2) -> dict[str, Any]:
+    """Seconds to plan (the best of a few) and what came out."""
+    best, plan = float("inf"), None
+    for _ in range(repeats):
+        gc.collect()
+        start = time.perf_counter()
+        plan, expanded = plan_function(function, "cpu", numbers)
+        best = min(best, time.perf_counter() - start)
+    assert plan is not None
+    own, _ = plan_function(function, "cpu", numbers, omnimalloc=False)
+    return {"seconds": best, "ops": len(expanded.regions[0].block), **figures(plan), "arena_own_placers": own.arena}
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    shares = [b.share for b in plan.buffers]
+    return {
+        "launches": len(plan.launches),
+        "arena": plan.arena,
+        "lower_bound": plan.lower_bound,
+        "program_order_bound": plan.program_order_bound,
+        "order": plan.order,
+        "placer": plan.placer,
+        "views": shares.count("view"),
+        "in_place": shares.count("in_place"),
+        "donated": shares.count("donated"),
+        "state_bytes": plan.bytes_in("external"),
+        "constant_bytes": plan.bytes_in("constant"),
+    }
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    mega = 1 / 2**20
+    lines = [
+        "# Planning: what it costs and what it brings",
+        "",
+        f"{record['machine']}; torch {record['torch']}, omnimalloc {record['omnimalloc']}, Python {record['python']}. "
+        "Written by `python bench/plan.py`.",
+        "",
+        "Arena: all memory of the step beside its arguments. *Program order* is the least arena that the program's own "
+        "order needs, in-place writes and donation included; *bound* the least that the chosen order needs; *gap* how "
+        "far the placement is from that. Seconds include expanding the optimizer's updates.",
+        "",
+        "| network | ops | launches | seconds | arena MiB | gap | program order MiB | saved by order | order |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, row in record["networks"].items():
+        gap, saved = row["arena"] / row["lower_bound"] - 1, 1 - row["lower_bound"] / row["program_order_bound"]
+        lines.append(
+            f"| {NETWORKS[name][2]} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | "
+            f"{row['arena'] * mega:.1f} | {gap:.2%} | {row['program_order_bound'] * mega:.1f} | {saved:.1%} | "
+            f"{row['order']} |"
+        )
+    for key, title in (("gpt2_layers", "GPT-2 by layers (width 192)"), ("recurrent", "An unrolled recurrent network")):
+        lines += ["", f"## {title}", "", "| | ops | launches | seconds | microseconds per op | gap |"]
+        lines.append("|---|---:|---:|---:|---:|---:|")
+        for name, row in record[key].items():
+            each = 1e6 * row["seconds"] / row["ops"]
+            gap = row["arena"] / row["lower_bound"] - 1
+            lines.append(
+                f"| {name} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | {each:.0f} | {gap:.2%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    here = describe()
+    record: dict[str, Any] = {
+        "machine": f"{here.cpu}, {usable_cores()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "omnimalloc": package_version("omnimalloc") or "not installed",
+        "networks": {},
+        "gpt2_layers": {},
+        "recurrent": {},
+    }
+    for name, (make, given, _) in NETWORKS.items():
+        record["networks"][name] = measure(*program_of(*make(options.small), **given))
+        print(name, json.dumps(record["networks"][name]), flush=True)
+    for layers in (2, 4) if options.small else (2, 4, 8, 16, 32, 48):
+        found = measure(*program_of(*gpt2(False, layers, 48 if options.small else 192)), repeats=1)
+        record["gpt2_layers"][f"{layers} layers"] = found
+        print(layers, f"{found['seconds']:.2f}", flush=True)
+    for steps in (4, 16) if options.small else (16, 64, 160, 320, 640, 1290):
+        found = measure(recurrent(steps), [], repeats=1)
+        record["recurrent"][f"{steps} steps"] = found
+        print(steps, f"{found['seconds']:.2f}", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "plan.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "plan.md").write_text(report(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""A function of the program as flat lists: what is launched, on which values, and which values are views of others.
+
+Follows the reference executor: ops without a reader are left out, constants are made once, absorbed casts are their
+operand, arithmetic on single numbers stays on the host. Inner loops of the planner only ever see these lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..backends.absorption import absorb_casts
+from ..backends.aten import lower
+from ..backends.host import host_function
+from ..dialects.step import constant_value, ir_dtype
+from ..ir.core import Op, Value
+from ..ir.types import ScalarType, TensorType
+from .layout import Layouts, Strides, row_major, same_places, view_of
+
+UI8 = ScalarType("ui8")
+ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW = "argument", "constant", "host", "launch", "view"
+
+
+@dataclass(slots=True)
+class Flat:
+    """Values and launches by number. Values: what each is, its type and strides, and the value whose memory it is."""
+
+    kind: list[str] = field(default_factory=list)
+    type: list[TensorType] = field(default_factory=list)
+    strides: list[Strides] = field(default_factory=list)
+    root: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)  # from the root, in bytes
+    maker: list[int] = field(default_factory=list)  # number of the op that makes the value
+    made_by: list[int] = field(default_factory=list)  # number of the launch that makes the value
+
+    op: list[int] = field(default_factory=list)
+    name: list[str] = field(default_factory=list)
+    phase: list[str] = field(default_factory=list)
+    layer: list[str] = field(default_factory=list)
+    provider: list[str] = field(default_factory=list)
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+    writes: list[tuple[int, ...]] = field(default_factory=list)  # -1 where nobody reads a result
+    over: list[tuple[int, ...]] = field(default_factory=list)  # positions in reads that the first write may replace
+    body: list[int] = field(default_factory=list)  # number of the plan that a launch of micro-batches runs
+    workspace: list[int] = field(default_factory=list)  # the value that is the memory of that plan
+
+    arguments: int = 0
+    unasked: set[str] = field(default_factory=set)  # ops whose kernels could not be asked for their layout
+    results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
+
+    def value(self, kind: str, type: TensorType, strides: Strides, maker: int, made_by: int = -1) -> int:
+        """A new value that has its own memory."""
+        number = len(self.kind)
+        self.kind.append(kind)
+        self.type.append(type)
+        self.strides.append(strides)
+        self.root.append(number)
+        self.offset.append(0)
+        self.maker.append(maker)
+        self.made_by.append(made_by)
+        return number
+
+    def launch(
+        self, op: int, provider: str, reads: tuple[int, ...], writes: tuple[int, ...], over: tuple[int, ...] = ()
+    ) -> int:
+        self.op.append(op)
+        self.provider.append(provider)
+        self.reads.append(reads)
+        self.writes.append(writes)
+        self.over.append(over)
+        self.name.append("copy")
+        self.phase.append("")
+        self.layer.append("")
+        self.body.append(-1)
+        self.workspace.append(-1)
+        return len(self.op) - 1
+
+    def bytes(self, value: int) -> int:
+        return self.type[value].bytes
+
+
+@dataclass(slots=True)
+class Body:
+    """What a launch of micro-batches must know of the plan it runs: its number, its arena, its results' strides."""
+
+    number: int
+    arena: int
+    strides: list[Strides]
+
+
+def flatten(
+    function: Op,
+    device: torch.device,
+    numbers: Iterable[int] = (),
+    strides: Sequence[Strides | None] | None = None,
+    find: Callable[[Op], Body] | None = None,
+) -> Flat:
+    """The launches of an expanded function.
+
+    numbers: arguments that are single numbers on the host. strides: of the arguments, where they do not lie row by row.
+    find: the plan of the function that an op of micro-batches names.
+    """
+    return _Flattener(function, device, numbers, strides, find).flat
+
+
+class _Flattener:
+    """One walk over the ops, in program order."""
+
+    def __init__(
+        self,
+        function: Op,
+        device: torch.device,
+        numbers: Iterable[int],
+        strides: Sequence[Strides | None] | None,
+        find: Callable[[Op], Body] | None,
+    ):
+        self.flat = Flat()
+        self.device, self.find = device, find
+        self.layouts = Layouts(device)
+        self.absorption = absorb_casts(function)
+        self.numbers: dict[Value, int] = {}
+        block = function.regions[0].block
+        assert block.last is not None
+        on_host = set(numbers)
+        for i, argument in enumerate(block.arguments):
+            given = strides[i] if strides is not None else None
+            kind = HOST if i in on_host else ARGUMENT
+            self.numbers[argument] = self.flat.value(kind, argument.type, given or row_major(argument.type.shape), -1)
+        self.flat.arguments = len(block.arguments)
+        absorbed = self.absorption.casts
+        for number, op in enumerate(block):
+            if op is block.last or not any(r.uses for r in op.results):
+                continue
+            if op in absorbed:
+                self.numbers[op.result] = self.numbers[op.operands[0]]
+            elif not op.operands:
+                for result in op.results:
+                    self.numbers[result] = self.flat.value(CONSTANT, result.type, row_major(result.type.shape), number)
+            elif not self.on_host(op, number) and not self.as_view(op, number):
+                self.as_launch(op, number)
+        self.give_back(function, block.last)
+        self.flat.unasked = self.layouts.unasked
+
+    def on_host(self, op: Op, number: int) -> bool:
+        """Arithmetic on numbers of the host alone."""
+        flat, values = self.flat, self.numbers
+        if not any(flat.kind[values[v]] == HOST for v in op.operands) or host_function(op) is None:
+            return False
+        if not all(flat.kind[values[v]] == HOST or constant_value(v) is not None for v in op.operands):
+            return False
+        reads = tuple(values[v] for v in op.operands if constant_value(v) is None)
+        launch = flat.launch(number, "host", reads, ())
+        for result in op.results:
+            values[result] = flat.value(HOST, result.type, (), number, launch)
+        flat.writes[launch] = tuple(values[r] for r in op.results)
+        self.describe(launch, op)
+        return True
+
+    def as_view(self, op: Op, number: int) -> bool:
+        """The same memory seen otherwise."""
+        flat = self.flat
+        if not op.definition.views or len(op.operands) != 1:  # type: ignore[attr-defined]
+            return False
+        base = self.numbers[op.operands[0]]
+        if flat.kind[base] == HOST:
+            return False
+        found = view_of(op, flat.type[base].shape, flat.strides[base])
+        if found is None:
+            return False
+        strides, offset = found
+        element = flat.type[base].element  # not the op's own where a cast before it is absorbed
+        value = flat.value(VIEW, TensorType(op.result.type.shape, element), strides, number, flat.made_by[base])
+        flat.root[value] = flat.root[base]
+        flat.offset[value] = flat.offset[base] + offset * element.bytes
+        self.numbers[op.result] = value
+        return True
+
+    def as_launch(self, op: Op, number: int) -> None:
+        flat, values = self.flat, self.numbers
+        used = tuple([bool(r.uses) for r in op.results])
+        types = [r.type for r in op.results]
+        body: Body | None = None
+        if op.definition.name == "step.micro_batches":
+            assert self.find is not None
+            operands, body, provider = op.operands, self.find(op), "micro_batches"
+            layouts = [
+                row_major(t.shape) if taken in ("concat", "mean") else s
+                for t, taken, s in zip(types, op.taken, body.strides, strict=True)
+            ]
+        else:
+            written = self.absorption.written.get(op)
+            if written is not None:
+                types = [types[0].with_element(ir_dtype(written))]
+            call = lower(op, self.device, written)
+            operands, provider = call.operands, "aten"
+            kinds = [
+                (flat.type[n], None if self.is_number(op, n) else flat.strides[n])
+                for n in [values[v] for v in operands]
+            ]
+            layouts = self.layouts(op, call.run, kinds, types, used)
+        reads = tuple([values[v] for v in operands])
+        launch = flat.launch(number, provider, reads, ())
+        writes = []
+        for result, type, strides, wanted in zip(op.results, types, layouts, used, strict=True):
+            value = flat.value(LAUNCH, type, strides, number, launch) if wanted else -1
+            if wanted:
+                values[result] = value
+            writes.append(value)
+        flat.writes[launch] = tuple(writes)
+        flat.over[launch] = self.replaceable(op, reads, writes[0])
+        if body is not None:
+            flat.body[launch] = body.number
+            flat.workspace[launch] = flat.value(LAUNCH, TensorType((body.arena,), UI8), (1,), number, launch)
+        self.describe(launch, op)
+
+    def is_number(self, op: Op, value: int) -> bool:
+        """Whether the op's ATen call gets a Python number for this operand; a scale on the CPU is read as one."""
+        if op.definition.name in ("step.axpy", "step.addcmul", "step.addcdiv", "step.lerp"):
+            *others, scale = [self.numbers[v] for v in op.operands]
+            if any(self.flat.kind[v] == HOST for v in others) or value != scale or self.flat.type[scale].rank:
+                return False
+            return self.flat.kind[scale] == HOST or self.device.type == "cpu"
+        takes = getattr(op.definition, "takes_numbers", False) and self.flat.kind[value] == HOST
+        return takes and any(self.flat.kind[self.numbers[v]] != HOST for v in op.operands)
+
+    def describe(self, launch: int, op: Op) -> None:
+        flat = self.flat
+        flat.name[launch] = op.definition.name
+        flat.phase[launch] = op.phase
+        flat.layer[launch] = op.loc.layer
+
+    def replaceable(self, op: Op, reads: tuple[int, ...], write: int) -> tuple[int, ...]:
+        """Positions of operands that the first result may be written over, once nobody else reads their memory.
+
+        The operand must fill its memory and lie exactly as the result will; another operand of the launch that sees the
+        same memory in another way would read what has been written already.
+        """
+        flat = self.flat
+        definition = op.definition
+        if write < 0:
+            return ()
+        elementwise = definition.pointwise  # type: ignore[attr-defined]
+        candidates = range(len(reads)) if elementwise else definition.overwrites  # type: ignore[attr-defined]
+        type, strides = flat.type[write], flat.strides[write]
+        found = []
+        for position in candidates:
+            value = reads[position]
+            root = flat.root[value]
+            if (
+                flat.type[value] is type
+                and flat.kind[root] in (LAUNCH, ARGUMENT)
+                and flat.offset[value] == 0
+                and flat.bytes(root) == type.bytes
+                and same_places(type.shape, flat.strides[value], strides)
+                and self.alone(reads, value, elementwise)
+            ):
+                found.append(position)
+        return tuple(found)
+
+    def alone(self, reads: tuple[int, ...], value: int, elementwise: bool) -> bool:
+        """Whether no operand sees the memory of `value` otherwise; only element by element may one see it twice."""
+        flat, root = self.flat, self.flat.root[value]
+        others = [v for v in reads if flat.root[v] == root]
+        if len(others) == 1:
+            return True
+        return elementwise and all(
+            flat.type[v] is flat.type[value] and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
+            for v in others
+        )
+
+    def give_back(self, function: Op, last: Op) -> None:
+        """Notes the results. One that is an old value of an argument about to be replaced is copied out of its way."""
+        flat = self.flat
+        described = function.attributes.get("res_attrs") or [{} for _ in last.operands]
+        replaced = [a.get("step.donates", -1) for a in described]
+        lost = set(replaced)
+        for value, argument in zip([self.numbers[v] for v in last.operands], replaced, strict=True):
+            root = flat.root[value]
+            if root in lost and flat.kind[root] == ARGUMENT and value != argument:
+                type = flat.type[value]
+                launch = flat.launch(-1, "copy", (value,), ())
+                copy = flat.value(LAUNCH, type, row_major(type.shape), -1, launch)
+                flat.writes[launch] = (copy,)
+                value = copy
+            flat.results.append((value, argument))

@@ -1,0 +1,96 @@
+"""Who reads and writes which memory: the flat program as a graph of launches, and what must come before what.
+
+Views are gone here: a memory is read wherever one of its views is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .launches import ARGUMENT, HOST, LAUNCH, Flat
+from .layout import same_places
+from .plan import aligned
+
+#: readers of what outlives the step
+FOREVER = 1 << 60
+
+
+@dataclass(slots=True)
+class Graph:
+    """Launches over memory. A memory is named by the value that has it first; arguments come first of all."""
+
+    arguments: int
+    reads: list[tuple[int, ...]]  # per launch: memories read, each once; only those whose end matters
+    writes: list[tuple[int, ...]]  # per launch: memories that begin
+    over: list[tuple[int, ...]]  # per launch: memories that the first write may take
+    size: list[int]  # per memory, aligned
+    readers: list[list[int]]  # per memory: launches that read it
+    count: list[int]  # per memory: how many readers it has; one more where it outlives the step
+    target: list[int]  # per memory: the argument it replaces, or -1
+    replaced_by: list[int]  # per argument: the memory that replaces it, or -1
+    maker: list[int]  # per memory: the launch it begins at
+    successors: list[list[int]]  # per launch: launches that must come later
+    before: list[int]  # per launch: how many launches must come earlier
+
+
+def build_graph(flat: Flat, alignment: int) -> Graph:
+    """The graph of a flat program."""
+    values, launches = len(flat.kind), len(flat.op)
+    root, kind, made_by = flat.root, flat.kind, flat.made_by
+    count = [0] * values
+    readers: list[list[int]] = [[] for _ in range(values)]
+    replaced_by = [-1] * flat.arguments
+    target = [-1] * values
+    for value, argument in flat.results:
+        count[root[value]] += FOREVER
+        if argument >= 0 and can_replace(flat, value, argument) and target[value] < 0 and replaced_by[argument] < 0:
+            target[value], replaced_by[argument] = argument, value
+    size = [aligned(flat.bytes(v), alignment) if kind[v] == LAUNCH else 0 for v in range(values)]
+    for argument in range(flat.arguments):
+        if replaced_by[argument] < 0:
+            count[argument] = FOREVER
+    reads, writes, over = [], [], []
+    predecessors: list[set[int]] = []
+    for i in range(launches):
+        mine = dict.fromkeys(root[v] for v in flat.reads[i])
+        predecessors.append({made_by[r] for r in mine if made_by[r] >= 0})
+        kept = tuple([r for r in mine if kind[r] in (LAUNCH, ARGUMENT)])
+        for r in kept:
+            readers[r].append(i)
+            count[r] += 1
+        reads.append(kept)
+        begun = tuple([v for v in flat.writes[i] if v >= 0 and kind[v] != HOST])
+        writes.append(begun if flat.workspace[i] < 0 else (*begun, flat.workspace[i]))
+        over.append(tuple(dict.fromkeys([root[flat.reads[i][p]] for p in flat.over[i]])))
+    for argument, new in enumerate(replaced_by):  # old values are read before the new one is written, where they can be
+        if new >= 0 and all(i <= made_by[new] for i in readers[argument]):
+            predecessors[made_by[new]].update(i for i in readers[argument] if i != made_by[new])
+    successors: list[list[int]] = [[] for _ in range(launches)]
+    for i, mine_before in enumerate(predecessors):
+        for p in sorted(mine_before):
+            successors[p].append(i)
+    before = [len(p) for p in predecessors]
+    return Graph(
+        flat.arguments,
+        reads,
+        writes,
+        over,
+        size,
+        readers,
+        count,
+        target,
+        replaced_by,
+        made_by,
+        successors,
+        before,
+    )
+
+
+def can_replace(flat: Flat, value: int, argument: int) -> bool:
+    """Whether a new value may be written straight into the argument's memory: same type, same places, made here."""
+    return (
+        flat.kind[value] == LAUNCH
+        and flat.kind[argument] == ARGUMENT
+        and flat.type[value] is flat.type[argument]
+        and same_places(flat.type[value].shape, flat.strides[value], flat.strides[argument])
+    )

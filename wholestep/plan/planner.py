@@ -1,0 +1,233 @@
+"""From a program to its plan: flat launches, order, sharing, addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..dialects.step.control import root_of
+from ..errors import WholestepError
+from ..ir.builtin import lookup
+from ..ir.collector import collector_paused
+from ..ir.core import Op
+from ..ir.hashing import structural_hash
+from ..transforms.expand import expanded
+from .aliases import Assignment, assign
+from .launches import CONSTANT, HOST, VIEW, Body, Flat, flatten
+from .layout import Strides
+from .liveness import Graph, build_graph
+from .order import best_order
+from .place import Placement, place
+from .plan import Buffer, Launch, Plan, Returned
+
+#: bytes that addresses are multiples of
+ALIGNMENT = {"cpu": 64, "cuda": 256}
+_LIFETIMES = {"parameter": "param", "optimizer_state": "opt_state", "batch": "batch", "constant": "constant"}
+_NUMBERS = ("hyper", "fresh", "random_key")
+_EARLY, _LATE, _END = ("forward", "loss"), ("backward", "clip", "update"), ("clip", "update")
+
+
+def plan_function(
+    function: Op,
+    device: torch.device | str = "cpu",
+    numbers: Iterable[int] = (),
+    *,
+    strides: Sequence[Strides | None] | None = None,
+    reorder: bool = True,
+    omnimalloc: bool = True,
+) -> tuple[Plan, Op]:
+    """The plan of a function, and the expanded copy of it that the plan's op numbers count in.
+
+    numbers: arguments that are single numbers on the host. strides: of arguments that do not lie row by row.
+    reorder=False keeps program order; omnimalloc=False uses our own placers alone.
+    """
+    with collector_paused():
+        copy = expanded(function)
+        root = root_of(function)
+        return plan_expanded(copy, root, torch.device(device), numbers, strides, reorder, omnimalloc), copy
+
+
+def plan_expanded(
+    function: Op,
+    root: Op,
+    device: torch.device,
+    numbers: Iterable[int] = (),
+    strides: Sequence[Strides | None] | None = None,
+    reorder: bool = True,
+    omnimalloc: bool = True,
+) -> Plan:
+    """The plan of a function whose ops all run as they are. `root` is the module its symbols are found in."""
+    bodies: list[Plan] = []
+
+    def find(op: Op) -> Body:
+        body = plan_expanded(expanded(lookup(root, op.callee)), root, device, (), None, reorder, omnimalloc)
+        bodies.append(body)
+        return Body(len(bodies) - 1, body.arena, [body.buffers[r.buffer].strides for r in body.results])
+
+    alignment = ALIGNMENT.get(device.type)
+    if alignment is None:
+        raise WholestepError(f"no plan can be made for {device.type}; devices are {', '.join(ALIGNMENT)}")
+    flat = flatten(function, device, numbers, strides, find)
+    graph = build_graph(flat, alignment)
+    if reorder:
+        name, order, found, program_peak = best_order(graph, flat.phase)
+    else:
+        name, order = "program", list(range(len(flat.op)))
+        found = assign(graph, order)
+        program_peak = found.peak
+    placement = place(found.start, found.end, found.size, found.peak, omnimalloc)
+    if placement.size > program_peak:  # gaps may have eaten what the order gained
+        plain = assign(graph, list(range(len(flat.op))))
+        other = place(plain.start, plain.end, plain.size, plain.peak, omnimalloc)
+        if other.size < placement.size:
+            name, order, found, placement = "program", list(range(len(flat.op))), plain, other
+    kinds, names = argument_words(function)
+    plan = Plan(
+        function.attributes["sym_name"],
+        structural_hash(function),
+        device.type,
+        alignment,
+        name,
+        placement.placer,
+        placement.size,
+        found.peak,
+        program_peak,
+        bodies=bodies,
+        assumed=sorted(flat.unasked),
+    )
+    fill(plan, flat, graph, order, found, placement, kinds)
+    for buffer, argument_name in zip(plan.buffers, names, strict=False):
+        buffer.name = argument_name
+    return plan
+
+
+def argument_words(function: Op) -> tuple[list[str], list[str]]:
+    """What each argument is, by the kinds of slots, and its name; empty where the function does not say."""
+    count = len(function.regions[0].block.arguments)
+    described = function.attributes.get("arg_attrs") or [{}] * count
+    return [a.get("step.kind", "") for a in described], [a.get("step.name", "") for a in described]
+
+
+def fill(
+    plan: Plan,
+    flat: Flat,
+    graph: Graph,
+    order: list[int],
+    found: Assignment,
+    placement: Placement,
+    kinds: list[str],
+) -> None:
+    """Writes down buffers, launches and results."""
+    plan.buffers = buffers_of(flat, graph, found, placement, kinds)
+    for launch in order:
+        reads, writes = flat.reads[launch], flat.writes[launch]
+        pairs: tuple[tuple[int, int], ...] = ()
+        if writes and writes[0] >= 0 and found.took[writes[0]]:
+            old = found.old[writes[0]]
+            pairs = tuple([(0, p) for p, value in enumerate(reads) if flat.root[value] == old])
+        plan.launches.append(
+            Launch(
+                flat.op[launch],
+                reads,
+                writes,
+                flat.provider[launch],
+                pairs,
+                0,
+                flat.name[launch],
+                flat.phase[launch],
+                flat.layer[launch],
+                flat.body[launch],
+                flat.workspace[launch],
+            )
+        )
+    give_back(plan, flat, graph, found)
+    plan.note_uses()
+
+
+def give_back(plan: Plan, flat: Flat, graph: Graph, found: Assignment) -> None:
+    """Notes the results, and copies to their place those that could not be made there."""
+    for value, argument in flat.results:
+        way = "output"
+        if flat.kind[value] == HOST:
+            way = "host"
+        elif argument >= 0 and value == argument:
+            way = "same"
+        elif argument >= 0:
+            way = "in_place" if graph.target[value] == argument and found.place[value] == argument else "copy"
+        if way == "copy":
+            layer = flat.layer[flat.made_by[value]] if flat.made_by[value] >= 0 else ""
+            old = plan.buffers[argument]
+            new = Buffer(old.type, old.strides, "external", old.lifetime, "donated", argument, found.holder[argument])
+            plan.launches.append(
+                Launch(-1, (value,), (len(plan.buffers),), "copy", name="copy", phase="update", layer=layer)
+            )
+            value = len(plan.buffers)
+            plan.buffers.append(new)
+        plan.results.append(Returned(value, argument, way))
+
+
+def buffers_of(flat: Flat, graph: Graph, found: Assignment, placement: Placement, kinds: list[str]) -> list[Buffer]:
+    """One buffer per value, with its memory."""
+    arguments = graph.arguments
+    lifetimes = lifetimes_of(flat, graph, found, kinds)
+    owner: dict[int, int] = {}  # place of the arena -> the first value there
+    out: list[Buffer] = []
+    for value, kind in enumerate(flat.kind):
+        root = flat.root[value]
+        place, root_kind = found.place[root], flat.kind[root]
+        buffer = Buffer(flat.type[value], flat.strides[value], "arena", lifetimes[root])
+        buffer.op = flat.maker[value]
+        buffer.argument = value if value < arguments else -1
+        if root_kind == HOST:
+            buffer.space = "host"
+        elif root_kind == CONSTANT:
+            buffer.space = "constant"
+            buffer.base = root if value != root else -1
+        elif place < arguments:
+            buffer.space = "external"
+            buffer.base = place if value != place else -1
+        elif place in owner:
+            buffer.base = owner[place]
+        else:
+            owner[place] = value
+            buffer.offset = placement.offsets[place - arguments]
+        if kind == VIEW:
+            buffer.share, buffer.offset, buffer.of = "view", flat.offset[value], root
+        elif buffer.base >= 0:
+            buffer.share, buffer.of = "in_place" if found.took[value] else "donated", found.old[value]
+        out.append(buffer)
+    return out
+
+
+def lifetimes_of(flat: Flat, graph: Graph, found: Assignment, kinds: list[str]) -> list[str]:
+    """Why each memory is there: what it is an argument for, or which phases write and read it."""
+    outputs = {flat.root[value] for value, argument in flat.results if argument < 0}
+    copied = {flat.root[value] for value, argument in flat.results if argument >= 0}
+    spaces = set(flat.workspace)
+    out: list[str] = []
+    for value, kind in enumerate(flat.kind):
+        place = found.place[value]
+        if value < graph.arguments:
+            slot = kinds[value]
+            out.append("batch" if slot in _NUMBERS else _LIFETIMES.get(slot, "state" if slot else "batch"))
+        elif kind == CONSTANT:
+            out.append("constant")
+        elif 0 <= place < graph.arguments:
+            out.append(out[place])
+        elif value in outputs:
+            out.append("output")
+        elif value in spaces:
+            out.append("workspace")
+        else:
+            made = flat.phase[flat.made_by[value]] if flat.made_by[value] >= 0 else ""
+            read = {flat.phase[i] for i in graph.readers[value]}
+            if value in copied:
+                read.add("update")
+            if made in _EARLY and not read.isdisjoint(_LATE):
+                out.append("activation")
+            elif made == "backward" and not read.isdisjoint(_END):
+                out.append("grad")
+            else:
+                out.append("transient")
+    return out
