@@ -25,15 +25,28 @@ def needs_expansion(op: Op) -> bool:
     return has_expansion(op) and op.definition.evaluate is None  # type: ignore[attr-defined]
 
 
-def expand_op(op: Op) -> None:
-    """Replaces an op by its expansion, in place; the new ops keep its location and phase."""
-    assert op.parent is not None
-    builder = StepBuilder(op.parent, op, op.loc, op.phase)
-    out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
-    values = [out] if isinstance(out, Value) else list(out)
-    for old, new in zip(op.results, values, strict=True):
-        old.replace_by(new)
-    op.erase()
+def expand_ops(ops: list[Op]) -> None:
+    """Replaces ops by their expansions, in place; the new ops keep their location and phase.
+
+    Readers are rewired once, after all expansions are there: a function's return may read a thousand of them.
+    """
+    new: dict[Value, Value] = {}
+    for op in ops:
+        assert op.parent is not None
+        builder = StepBuilder(op.parent, op, op.loc, op.phase)
+        out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
+        new.update(zip(op.results, [out] if isinstance(out, Value) else list(out), strict=True))
+    for user in dict.fromkeys(user for old in new for user in old.uses):
+        user.set_operands([latest(v, new) for v in user.operands])
+    for op in ops:
+        op.erase()
+
+
+def latest(value: Value, new: dict[Value, Value]) -> Value:
+    """What a value has become: an expansion may hand on a value that is itself replaced."""
+    while value in new:
+        value = new[value]
+    return value
 
 
 def expand_where(function: Op, wanted: Callable[[Op], bool]) -> int:
@@ -41,8 +54,7 @@ def expand_where(function: Op, wanted: Callable[[Op], bool]) -> int:
     block, count = function.regions[0].block, 0
     pending = [op for op in block if wanted(op)]
     while pending:
-        for op in pending:
-            expand_op(op)
+        expand_ops(pending)
         count += len(pending)
         pending = [op for op in block if wanted(op)]
     return count

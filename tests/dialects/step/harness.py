@@ -10,7 +10,7 @@ import torch
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, Value, add_function, finish_function, module, verify
 from wholestep.runtime.executor import Executable
-from wholestep.transforms.expand import expand_op
+from wholestep.transforms.expand import expand_ops
 
 torch.set_num_threads(1)
 
@@ -49,7 +49,7 @@ def run(tensors, body, expanded=False):
     while expanded:
         pending = [op for op in block if getattr(op.definition, "expand", None) is not None]
         for op in pending:
-            expand_op(op)
+            expand_ops([op])
         verify(root)
         expanded = bool(pending)
     before = [t.clone() for t in tensors]

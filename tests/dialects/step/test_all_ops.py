@@ -9,7 +9,7 @@ from wholestep.dialects import context
 from wholestep.dialects.step import Roles, StepBuilder, step, tensor_type
 from wholestep.ir import TensorType, add_function, finish_function, module, parse, print_module, verify
 from wholestep.runtime.executor import Executable
-from wholestep.transforms.expand import expand_op
+from wholestep.transforms.expand import expand_ops
 
 from .harness import close, flat, gradients, regroup
 from .samples import SAMPLES
@@ -49,7 +49,7 @@ def test_types_expansion_and_text(name, operands, attributes):
     text = print_module(root)
     assert print_module(parse(text, context())) == text
     if op.definition.evaluate is not None and op.definition.expand is not None:
-        expand_op(op)
+        expand_ops([op])
         verify(root)
         for mine, want in zip(Executable(function)(tensors), computed, strict=True):
             close(mine, want, torch.float64 if mine.dtype is torch.float64 else mine.dtype, "expansion")
