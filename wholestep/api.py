@@ -14,6 +14,7 @@ from . import machine
 from .capture.capture import capture, named_state
 from .capture.structure import flatten
 from .errors import InputError
+from .ir.collector import collector_paused
 from .ir.passes import run_pipeline
 from .ir.types import F16
 from .ir.verify import verify as verify_ir
@@ -135,8 +136,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     start = clock()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
     captured_at = clock()
-    plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
-    program = build_step(captured, plan, options)
+    with collector_paused():  # a program is a large graph that stays: collecting it again and again finds nothing
+        plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
+        program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
     recipe = transform(program.module, recipe=options.recipe, force=options.force, forbid=options.forbid)
