@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from wholestep.api import PIPELINE, host_numbers  # noqa: E402
 from wholestep.capture.capture import capture  # noqa: E402
+from wholestep.dialects.move.verify import verify_plan  # noqa: E402
 from wholestep.dialects.step import StepBuilder  # noqa: E402
 from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
 from wholestep.ir.core import Op  # noqa: E402
@@ -29,7 +30,7 @@ from wholestep.ir.passes import run_pipeline  # noqa: E402
 from wholestep.ir.types import F32, TensorType  # noqa: E402
 from wholestep.machine.describe import describe, package_version, usable_cores  # noqa: E402
 from wholestep.options import Options  # noqa: E402
-from wholestep.plan import Plan, plan_function  # noqa: E402
+from wholestep.plan import Plan, plan_function, plan_to_module  # noqa: E402
 from wholestep.training.autodiff import gradients  # noqa: E402
 from wholestep.training.build import build_step  # noqa: E402
 from wholestep.training.optimizers import plan_optimizer  # noqa: E402
@@ -146,7 +147,12 @@ def measure(function: Op, numbers: list[int], repeats: int = 2) -> dict[str, Any
         best = min(best, time.perf_counter() - start)
     assert plan is not None
     own, _ = plan_function(function, "cpu", numbers, omnimalloc=False)
-    return {"seconds": best, "ops": len(expanded.regions[0].block), **figures(plan), "arena_own_placers": own.arena}
+    text = plan_to_module(plan)
+    start = time.perf_counter()
+    verify_plan(text)
+    judged = time.perf_counter() - start
+    found = {"seconds": best, "verify_seconds": judged, "ops": len(expanded.regions[0].block), **figures(plan)}
+    return {**found, "arena_own_placers": own.arena}
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -177,26 +183,30 @@ def report(record: dict[str, Any]) -> str:
         "",
         "Arena: all memory of the step beside its arguments. *Program order* is the least arena that the program's own "
         "order needs, in-place writes and donation included; *bound* the least that the chosen order needs; *gap* how "
-        "far the placement is from that. Seconds include expanding the optimizer's updates.",
+        "far the placement is from that. Seconds include expanding the optimizer's updates; *verify* is `verify_plan` "
+        "on the plan in the move dialect.",
         "",
-        "| network | ops | launches | seconds | arena MiB | gap | program order MiB | saved by order | order |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| network | ops | launches | seconds | verify | arena MiB | gap | program order MiB | saved by order |"
+        " order |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name, row in record["networks"].items():
         gap, saved = row["arena"] / row["lower_bound"] - 1, 1 - row["lower_bound"] / row["program_order_bound"]
         lines.append(
             f"| {NETWORKS[name][2]} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | "
-            f"{row['arena'] * mega:.1f} | {gap:.2%} | {row['program_order_bound'] * mega:.1f} | {saved:.1%} | "
+            f"{row['verify_seconds']:.2f} | {row['arena'] * mega:.1f} | {gap:.2%} | "
+            f"{row['program_order_bound'] * mega:.1f} | {saved:.1%} | "
             f"{row['order']} |"
         )
     for key, title in (("gpt2_layers", "GPT-2 by layers (width 192)"), ("recurrent", "An unrolled recurrent network")):
-        lines += ["", f"## {title}", "", "| | ops | launches | seconds | microseconds per op | gap |"]
-        lines.append("|---|---:|---:|---:|---:|---:|")
+        lines += ["", f"## {title}", "", "| | ops | launches | seconds | microseconds per op | verify | gap |"]
+        lines.append("|---|---:|---:|---:|---:|---:|---:|")
         for name, row in record[key].items():
             each = 1e6 * row["seconds"] / row["ops"]
             gap = row["arena"] / row["lower_bound"] - 1
             lines.append(
-                f"| {name} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | {each:.0f} | {gap:.2%} |"
+                f"| {name} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | {each:.0f} | "
+                f"{row['verify_seconds']:.2f} | {gap:.2%} |"
             )
     return "\n".join(lines) + "\n"
 

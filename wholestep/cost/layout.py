@@ -1,6 +1,6 @@
-"""Strides of values, as the ATen provider lays them out: which reshapes are views and which operands a product copies.
+"""Strides of what the ATen provider writes, without asking it, and which operands a product copies.
 
-Arguments and results of kernels are taken as dense. Views follow exactly; pointwise results keep the order of their
+Arguments and results of kernels are taken as dense. Pointwise results keep the order of their
 operands, attention keeps [batch, length, head, width], as PyTorch's kernels do.
 """
 
@@ -9,62 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dialects.step.contraction import parse_spec
+from ..dialects.strides import Strides, reshaped, row_major
 from ..ir.core import Op
-
-Strides = tuple[int, ...]
-
-
-def contiguous(shape: Sequence[int]) -> Strides:
-    """Row-major strides."""
-    out, step = [], 1
-    for size in reversed(shape):
-        out.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(out))
 
 
 def dense_like(shape: Sequence[int], strides: Strides) -> Strides:
     """Dense strides that keep the order of dimensions of these."""
     if 0 in strides:
-        return contiguous(shape)
+        return row_major(shape)
     order = sorted(range(len(shape)), key=lambda d: (-strides[d] if shape[d] != 1 else 0, d))
-    dense = contiguous([shape[d] for d in order])
+    dense = row_major([shape[d] for d in order])
     out = [0] * len(shape)
     for position, d in enumerate(order):
         out[d] = dense[position]
     return tuple(out)
-
-
-def view_strides(shape: Sequence[int], strides: Strides, new: Sequence[int]) -> Strides | None:
-    """Strides of the same memory under another shape; None where no strides give it, so that it must be copied."""
-    if not shape or 0 in shape:
-        return contiguous(new)
-    out = [0] * len(new)
-    at, base, have, given = len(new) - 1, strides[-1], 1, 1
-    for d in range(len(shape) - 1, -1, -1):
-        have *= shape[d]
-        if d and (shape[d - 1] == 1 or strides[d - 1] == have * base):
-            continue
-        while at >= 0 and (given < have or new[at] == 1):
-            out[at] = given * base
-            given *= new[at]
-            at -= 1
-        if given != have:
-            return None
-        if d:
-            base, have, given = strides[d - 1], 1, 1
-    return tuple(out) if at == -1 else None
-
-
-def sliced(strides: Strides, dim: int, stride: int) -> Strides:
-    return tuple(s * stride if i == dim else s for i, s in enumerate(strides))
-
-
-def expanded(shape: Sequence[int], strides: Strides, new: Sequence[int]) -> Strides:
-    """Strides of a broadcast: repeated dimensions have stride 0."""
-    lead = len(new) - len(shape)
-    kept = [0 if size == 1 and want != 1 else s for size, s, want in zip(shape, strides, new[lead:], strict=True)]
-    return (0,) * lead + tuple(kept)
 
 
 def contraction(op: Op, left: Strides, right: Strides) -> tuple[Strides, bool, bool, bool]:
@@ -90,7 +48,7 @@ def contraction(op: Op, left: Strides, right: Strides) -> tuple[Strides, bool, b
         )
     ]
     natural = batch + rows + cols
-    dense = contiguous([sizes[c] for c in natural])
+    dense = row_major([sizes[c] for c in natural])
     result = tuple(dense[natural.index(c)] for c in out)
     row = not batch and natural == list(out) and len(cols) == 1
     extra = op.addend is not None and not (row and op.addend.type.shape == (sizes[cols[0]],))
@@ -122,4 +80,4 @@ def copied(
     folded = [size(first), size(second)]
     if batch:
         folded.insert(0, size(batch))
-    return view_strides([shape[i] for i in order], tuple(strides[i] for i in order), folded) is None
+    return reshaped([shape[i] for i in order], tuple(strides[i] for i in order), folded) is None

@@ -14,6 +14,7 @@ from ..dialects.step.contraction import Contract
 from ..dialects.step.pointwise import Detach, Select
 from ..dialects.step.shape import Broadcast, Reshape, Slice, Transpose
 from ..dialects.step.sources import Source
+from ..dialects.strides import Strides, row_major, view_of
 from ..ir.core import Op, Value
 from ..ir.types import ScalarType
 from . import layout
@@ -62,7 +63,7 @@ class Storage:
         #: operands that a product copies into another layout first, and products that add their addend in a pass more
         self.copied: dict[Op, list[Value]] = {}
         self.extra: set[Op] = set()
-        self._strides: dict[Value, layout.Strides] = {}
+        self._strides: dict[Value, Strides] = {}
         counters_on_device = "scaler" in kinds
         for value, kind in zip(block.arguments, kinds, strict=True):
             self._own(value, value.type.element)
@@ -73,12 +74,12 @@ class Storage:
             if op is not block.last and any(r.uses for r in op.results):
                 self._take(op)
 
-    def _own(self, value: Value, element: ScalarType, strides: layout.Strides | None = None) -> None:
+    def _own(self, value: Value, element: ScalarType, strides: Strides | None = None) -> None:
         self.root[value] = value
         self.bytes[value] = value.type.size * element.bytes
-        self._strides[value] = layout.contiguous(value.type.shape) if strides is None else strides
+        self._strides[value] = row_major(value.type.shape) if strides is None else strides
 
-    def _see(self, value: Value, source: Value, strides: layout.Strides | None = None) -> None:
+    def _see(self, value: Value, source: Value, strides: Strides | None = None) -> None:
         """`value` is the memory of `source`, or a part of it."""
         root = self.root[source]
         self.root[value] = root
@@ -122,21 +123,13 @@ class Storage:
             return False
         source, result = op.operands[0], op.result
         shape, strides = source.type.shape, self._strides[source]
-        seen: layout.Strides | None
-        if definition is Reshape:
-            seen = layout.view_strides(shape, strides, result.type.shape)
-            if seen is None:
-                return False
-        elif definition is Transpose:
-            seen = tuple(strides[i] for i in op.order)
-        elif definition is Broadcast:
-            seen = layout.expanded(shape, strides, result.type.shape)
-        else:
-            seen = layout.sliced(strides, op.dim, op.stride)
-        self._see(result, source, seen)
+        seen = view_of(op, shape, strides)
+        if seen is None:
+            return False
+        self._see(result, source, seen[0])
         return True
 
-    def _result_strides(self, op: Op) -> layout.Strides | None:
+    def _result_strides(self, op: Op) -> Strides | None:
         """How the first result lies in memory; None for row-major."""
         if op.definition is Contract:
             strides, left, right, extra = layout.contraction(op, self._strides[op.lhs], self._strides[op.rhs])
@@ -168,10 +161,10 @@ class Storage:
         return value in self.host or (value in self.fixed and not value.type.rank)
 
 
-def heads_inside(value: Value) -> layout.Strides:
+def heads_inside(value: Value) -> Strides:
     """Attention stores [batch, head, length, width] as [batch, length, head, width]."""
     shape = value.type.shape
     if len(shape) != 4:
-        return layout.contiguous(shape)
-    batch, length, head, width = layout.contiguous((shape[0], shape[2], shape[1], shape[3]))
+        return row_major(shape)
+    batch, length, head, width = row_major((shape[0], shape[2], shape[1], shape[3]))
     return batch, head, length, width

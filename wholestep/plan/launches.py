@@ -15,9 +15,10 @@ from ..backends.absorption import absorb_casts
 from ..backends.aten import lower
 from ..backends.host import host_function
 from ..dialects.step import constant_value, ir_dtype
+from ..dialects.strides import Strides, row_major, same_places, view_of
 from ..ir.core import Op, Value
 from ..ir.types import ScalarType, TensorType
-from .layout import Layouts, Strides, row_major, same_places, view_of
+from .layout import Layouts
 
 UI8 = ScalarType("ui8")
 ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW = "argument", "constant", "host", "launch", "view"

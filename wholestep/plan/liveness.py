@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dialects.strides import same_places
 from .launches import ARGUMENT, HOST, LAUNCH, Flat
-from .layout import same_places
 from .plan import aligned
 
 #: readers of what outlives the step

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..dialects.step.control import root_of
+from ..dialects.strides import Strides
 from ..errors import WholestepError
 from ..ir.builtin import lookup
 from ..ir.collector import collector_paused
@@ -15,7 +16,6 @@ from ..ir.hashing import structural_hash
 from ..transforms.expand import expanded
 from .aliases import Assignment, assign
 from .launches import CONSTANT, HOST, VIEW, Body, Flat, flatten
-from .layout import Strides
 from .liveness import Graph, build_graph
 from .order import best_order
 from .place import Placement, place

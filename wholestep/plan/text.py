@@ -14,13 +14,13 @@ from typing import Any
 from ..dialects import context
 from ..dialects.move import Alloc, Arena, Copy, External, Results, Reuse, View, space, verify_plan
 from ..dialects.move import Launch as LaunchOp
+from ..dialects.strides import row_major
 from ..errors import SavedStepError, WholestepError
 from ..ir.builtin import add_function, finish_function, functions, module
 from ..ir.collector import collector_paused
 from ..ir.core import UNKNOWN, Builder, Location, Op, Value
 from ..ir.parser import parse
 from ..ir.printer import print_op
-from .layout import row_major
 from .plan import SHARES, SPACES, WAYS, Buffer, Launch, Plan, Returned
 
 NAME = "plan"

@@ -10,8 +10,7 @@ from ..dialects.step import StepOp
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
-
-EARLY = ("forward", "loss")
+from .regenerate import EARLY
 
 
 @register_transformation

@@ -481,7 +481,6 @@ def test_send_and_receive_take_part_in_the_order() -> None:
 
 def test_layouts() -> None:
     t = TensorType((2, 3, 4), F32)
-    assert base.contiguous((2, 3, 4)) == (12, 4, 1)
     assert base.layout(t) == base.layout(t, (12, 4, 1)) == ((24, 1),)
     assert base.layout(t, (24, 8, 2)) == ((24, 2),)
     assert base.layout(t, (16, 4, 1)) == ((2, 16), (12, 1))

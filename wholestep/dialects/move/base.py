@@ -98,16 +98,6 @@ def can_copy(unit: str, source: DialectAttribute, target: DialectAttribute) -> b
 Layout = tuple[tuple[int, int], ...]
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def extent(type: TensorType, strides: tuple[int, ...] | None = None) -> int:
     """Bytes from the first to the last of a tensor in memory."""
     if strides is None or type.size == 0:

@@ -6,7 +6,7 @@ inner dimension) are boxes in the dimensions of the value, told apart dimension 
 
 from __future__ import annotations
 
-from .base import contiguous
+from ..strides import row_major
 from .flat import Flat, Version
 
 
@@ -61,10 +61,10 @@ def _box(flat: Flat, version: Version, buffer: int) -> Box | None:
     whole, part = flat.type(version.buffer), flat.type(buffer)
     if whole.element.bytes != part.element.bytes:
         return None
-    strides = flat.strides(version.buffer) or contiguous(whole.shape)
+    strides = flat.strides(version.buffer) or row_major(whole.shape)
     size_of = {
         stride: size
-        for size, stride in zip(part.shape, flat.strides(buffer) or contiguous(part.shape), strict=True)
+        for size, stride in zip(part.shape, flat.strides(buffer) or row_major(part.shape), strict=True)
         if size != 1
     }
     if len(size_of) != sum(size != 1 for size in part.shape):
