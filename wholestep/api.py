@@ -20,8 +20,10 @@ from .ir.types import F16
 from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
 from .runtime.batches import first_micro_batch
-from .runtime.executor import Executable
+from .runtime.report import machine_of
+from .plan.planner import Planned, planned_function
 from .runtime.saved import read_step, reading
+from .runtime.static import StaticStep
 from .runtime.train_step import Compiled, TrainStep
 from .torch_private import has_backward_hooks, has_gradient_hooks
 from .training.build import Program, build_step
@@ -29,6 +31,7 @@ from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
 from .transforms import casts, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms.budget import BudgetReport, fit_budget
 from .transforms.opportunity import transform
 
 #: what every program goes through once it is whole
@@ -51,6 +54,7 @@ def compile(
     shapes: str = "static",
     max_variants: int = 8,
     pad: Mapping[str, float] | None = None,
+    memory_budget: str | int | float | None = None,
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
@@ -72,6 +76,9 @@ def compile(
     ema: keeps an exponential moving average of the parameters with this decay: `step.ema_state_dict()`.
     shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
+    memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
+        has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; results
+        do not change by a bit. One that cannot be met is an error that says the least that can (docs/memory.md).
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
@@ -91,6 +98,7 @@ def compile(
         shapes=shapes,
         max_variants=max_variants,
         pad=pad,
+        memory_budget=memory_budget,  # type: ignore[arg-type]
         recipe=recipe,  # type: ignore[arg-type]
         force=force,  # type: ignore[arg-type]
         forbid=forbid,  # type: ignore[arg-type]
@@ -143,6 +151,20 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     run_pipeline(program.module, PIPELINE)
     recipe = transform(program.module, recipe=options.recipe, force=options.force, forbid=options.forbid)
     run_pipeline(program.module, "dce")
+    budget: BudgetReport | None = None
+    if options.memory_budget is not None:
+        device = device_of(step.model, step.loss_fn)
+        budget, more = fit_budget(
+            program.module,
+            program.function,
+            device,
+            host_numbers(program, step.optimizer),
+            argument_strides(program, step),
+            options.memory_budget,
+            machine_of(device),
+            options.forbid,
+        )
+        recipe += more
     optimised_at = clock()
     verify_ir(program.module)
     seconds = {
@@ -151,7 +173,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         "passes": optimised_at - built_at,
         "verify": clock() - optimised_at,
     }
-    return executable_of(step, program, plan, seconds, recipe)
+    compiled = executable_of(step, program, plan, seconds, recipe)
+    compiled.budget = budget
+    return compiled
 
 
 def executable_of(
@@ -160,9 +184,36 @@ def executable_of(
     """A program made ready to run for this step."""
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
-    executable = Executable(program.function, device, host_numbers(program, step.optimizer))
-    seconds = {**seconds, "build": time.perf_counter() - start}
-    return Compiled(program, plan, executable, program_key(step, plan), seconds, recipe)
+    numbers = host_numbers(program, step.optimizer)
+
+    def plan_for(strides: list[Any]) -> Planned:
+        return planned_function(program.function, device, numbers, strides)
+
+    static = StaticStep(program.slots, numbers, device, argument_strides(program, step), plan_for)
+    seconds = {**seconds, "plan": time.perf_counter() - start}
+    return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
+
+
+def argument_strides(program: Program, step: TrainStep) -> list[tuple[int, ...] | None]:
+    """How the arguments of a program lie in memory; None for row by row. State to come lies as its parameter does."""
+    captured = program.captured
+    buffers = named_state(step.model, step.loss_fn)[1]
+    found: list[tuple[int, ...] | None] = []
+    for slot in program.slots:
+        tensor: Any = None
+        if slot.kind == "parameter":
+            tensor = captured.parameters[slot.source[1]]
+        elif slot.kind == "constant":
+            tensor = captured.constants[slot.source[1]]
+        elif slot.kind == "buffer":
+            tensor = buffers.get(slot.source[1])
+        elif slot.kind in ("optimizer_state", "copy", "ema"):
+            parameter = captured.parameters[slot.source[1]]
+            held = step.optimizer.state.get(parameter, {}) if slot.kind == "optimizer_state" else {}
+            tensor = held.get(slot.source[2], parameter) if slot.kind == "optimizer_state" else parameter
+        fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == slot.type.shape
+        found.append(tuple(tensor.stride()) if fits else None)
+    return found
 
 
 def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int]:

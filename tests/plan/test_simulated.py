@@ -51,7 +51,7 @@ def test_replay_equals_reference(name: str) -> None:
     for reorder in (False, True):
         plan, function = plan_function(case.program.function, "cpu", case.numbers, reorder=reorder)
         assert differing(case, plan, function) == []
-        assert plan.assumed == []
+        assert plan.assumed == (["step.addcdiv"] if name == "gpt-fp16-ema" else [])  # it asks for its scale
         assert plan.lower_bound == max(plan.live_bytes()) <= plan.arena
         plans.append(plan)
     in_program_order, ordered = plans

@@ -16,6 +16,7 @@ from wholestep.backends.absorption import OUT, Absorption, CastBytes, absorb_cas
 from wholestep.dialects.step import StepBuilder, ir_dtype, tensor_type
 from wholestep.ir import add_function, finish_function, module
 from wholestep.ir.builtin import lookup
+from wholestep.plan import launches
 from wholestep.runtime import executor
 from wholestep.runtime.cast_bytes import autocast_casts, program_casts
 from wholestep.runtime.executor import Executable
@@ -131,8 +132,10 @@ def low_perceptron(**options: Any) -> ws.TrainStep:
 def test_a_whole_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     step = low_perceptron(clip_norm=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "absorb_casts", lambda function: Absorption())
+        for module in (executor, launches):
+            patch.setattr(module, "absorb_casts", lambda function: Absorption())
         explicit = low_perceptron(clip_norm=1.0)
+        assert explicit._compiled.executable.casts.absorbed == 0
     for seed in range(4):
         assert torch.equal(step(data(6, 4, seed=seed)), explicit(data(6, 4, seed=seed)))
     for mine, want in zip(step.model.parameters(), explicit.model.parameters(), strict=True):

@@ -18,9 +18,10 @@ from torch import nn
 
 import wholestep as ws
 from tests.conftest import ROOT
-from tests.runtime.runs import Body, adamw, assert_same, data, fresh, squares
+from tests.runtime.runs import Body, adamw, assert_same, data, fresh, sgd, squares
 from wholestep.errors import CaptureError, InputError, OptimizerError, WholestepError
 from wholestep.runtime import train_step
+from wholestep.runtime.bound import BoundPlan, Late, Made
 from wholestep.runtime.train_step import uninterrupted
 
 X = data(6, 4)
@@ -155,49 +156,104 @@ def prepared(warm: bool):
     return model, optimizer, step
 
 
+def failing(monkeypatch, index, error):
+    """Makes the call that `index` picks from a bound plan fail."""
+    run = BoundPlan.run
+
+    def broken(bound):
+        at = index(bound)
+        working = bound.calls[at]
+
+        def fail(*_, **__):
+            raise error("broken off")
+
+        bound.calls[at] = (fail, *working[1:])
+        try:
+            run(bound)
+        finally:
+            bound.calls[at] = working
+
+    monkeypatch.setattr(BoundPlan, "run", broken)
+
+
+def of_phase(phase):
+    """The last call of a phase; of the update the first, for it is the last that could still fail."""
+    pick = min if phase == "update" else max
+    return lambda bound: pick(i for i, (launch, _) in enumerate(bound.sites) if launch.phase == phase)
+
+
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
-def test_an_exception_inside_a_step_changes_nothing(phase, error, warm):
+def test_an_exception_inside_a_step_changes_nothing(phase, error, warm, monkeypatch):
     model, optimizer, step = prepared(warm)
-    calls = step._compiled.executable.calls
-    index = max(i for i, call in enumerate(calls) if call[4].phase == phase)
     before = everything(model, optimizer)
-
-    def fail(*_):
-        raise error("broken off")
-
-    working = calls[index]
-    calls[index] = (fail, *working[1:])
+    failing(monkeypatch, of_phase(phase), error)
     with pytest.raises(error, match="broken off"):
         step(X)
     assert_equal(everything(model, optimizer), before)
     assert step._own.counter == int(warm)
-    calls[index] = working
+    monkeypatch.undo()
     other, _, twin = prepared(warm)
     assert float(step(X)) == float(twin(X))  # the same dropout masks: nothing was counted
     assert_same(model, other)
 
 
-def test_ctrl_c_while_the_new_values_are_written_comes_after_all_of_them(monkeypatch):
+@pytest.mark.parametrize("optimizer", [adamw, sgd, torch.optim.NAdam, torch.optim.Adagrad])
+def test_nothing_can_fail_once_the_state_changes(optimizer):
+    """After the first write to a parameter or to optimizer state only kernels are left that make no memory, look
+    nothing up and were given what they need when the step was bound."""
+    model = fresh(norm_net)
+    step = ws.compile(model, squares, optimizer(model.parameters() if isinstance(optimizer, type) else model), (X,))
+    step(X)
+    bound = step._compiled.static.bound
+    state = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    state += [v for s in step.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+    spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in state]
+    positions = [
+        p
+        for p, launch in enumerate(bound.plan.launches)
+        for n in launch.writes
+        if n >= 0 and bound.plan.buffers[n].space != "host"
+        if any(low <= bound.memory.tensor(n).data_ptr() < high for low, high in spans)
+    ]
+    assert positions
+    for at, (call, _, _) in enumerate(bound.calls):
+        if bound.origin[at] >= min(positions):
+            inner = call.call if isinstance(call, Late) else call
+            assert not isinstance(inner, Made), bound.sites[at]
+            assert bound.sites[at][0].phase == "update" or bound.sites[at][0].provider == "copy"
+
+
+def test_a_failure_after_that_says_what_happened(monkeypatch):
+    _, _, step = prepared(True)
+    failing(monkeypatch, lambda bound: len(bound.calls) - 1, RuntimeError)
+    with pytest.raises(WholestepError, match=r"after it had begun to change the model \(.*first\).*broken off\nLoad the"):
+        step(X)
+
+
+def test_ctrl_c_while_the_state_changes_comes_after_the_step(monkeypatch):
     model, optimizer, step = prepared(True)
     other, other_optimizer, twin = prepared(True)
     twin(X)
-    copy = train_step.foreach_copy
-    written = []
+    run = BoundPlan.run
 
-    def interrupted(into, values):
-        for target, value in zip(into, values, strict=True):
-            written.append(target)
-            if len(written) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-            copy([target], [value])
+    def interrupted(bound):
+        at = len(bound.calls) - 3
+        working = bound.calls[at]
 
-    monkeypatch.setattr(train_step, "foreach_copy", interrupted)
+        def call(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+            working[0](*args, **kwargs)
+
+        bound.calls[at] = (call, *working[1:])
+        run(bound)
+        bound.calls[at] = working
+
+    monkeypatch.setattr(BoundPlan, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(X)
     monkeypatch.undo()
-    assert len(written) > 3
     assert_same(model, other)
     assert_equal(optimizer.state_dict()["state"], other_optimizer.state_dict()["state"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -295,14 +351,8 @@ def test_real_ctrl_c_finds_a_step_border(tmp_path):
     assert done.stdout == "interrupted 12\n"
 
 
-def test_errors_of_a_step_are_ours_or_torchs():
+def test_errors_of_a_step_are_ours_or_torchs(monkeypatch):
     _, _, step = prepared(False)
-    calls = step._compiled.executable.calls
-    index = next(i for i, call in enumerate(calls) if call[4].loc.layer == "3")
-
-    def fail(*_):
-        raise ValueError("odd")
-
-    calls[index] = (fail, *calls[index][1:])
-    with pytest.raises(WholestepError, match=r"of layer 3 at .*: odd"):
+    failing(monkeypatch, lambda bound: next(i for i, (launch, _) in enumerate(bound.sites) if launch.layer == "3"), ValueError)
+    with pytest.raises(WholestepError, match=r"of layer 3 at .*: broken off"):
         step(X)

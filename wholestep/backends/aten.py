@@ -5,9 +5,11 @@ An op without an `evaluate` rule runs through its expansion, flattened into the 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,7 +44,9 @@ def lower(op: Op, device: torch.device, written: torch.dtype | None = None) -> C
     if not operands:
         tensor = run(device=device)  # constants and counting: made once, when the program is built
         return Call(op, lambda: tensor, (), op.results)
-    if getattr(op.definition, "takes_device", False):  # random numbers: their key stays on the CPU
+    if getattr(op.definition, "takes_device", False):  # random numbers: the key alone does not say where they go
+        if device.type == "cuda":
+            device_random()
         return Call(op, partial(run, device=device), operands, op.results)
     if getattr(op.definition, "takes_numbers", False):
         left, right = operands
@@ -53,3 +57,13 @@ def lower(op: Op, device: torch.device, written: torch.dtype | None = None) -> C
             number = constant_value(left)
             return Call(op, lambda x, run=run, number=number: run(number, x), (right,), op.results)
     return Call(op, run, operands, op.results)
+
+
+@cache
+def device_random() -> bool:
+    """Whether random numbers can be made on a GPU from a key that lies there; asks for the kernel once."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    module: Any = importlib.import_module("wholestep.backends.triton_random")
+    module.register()
+    return True

@@ -44,25 +44,24 @@ def assign(graph: Graph, order: list[int]) -> Assignment:
     finish = len(order) + 1  # beyond the last launch
     live = peak = 0
     for p, launch in enumerate(order):
-        over = over_all[launch]
-        taken = -1
-        for index, new in enumerate(graph.writes[launch]):
-            found = -1
+        taken: list[int] = []
+        for new, over in zip(graph.writes[launch], over_all[launch], strict=True):
+            found = mine = -1
             argument = target[new]
             if argument >= 0:
                 old = holder[argument]
                 if remaining[old] == 0:
                     found = argument
-                elif index == 0 and remaining[old] == 1 and old in over:
-                    found, taken = argument, old
-            if found < 0 and index == 0:
+                elif remaining[old] == 1 and old in over and old not in taken:
+                    found, mine = argument, old
+            if found < 0:
                 for old in over:
-                    if remaining[old] == 1:
+                    if remaining[old] == 1 and old not in taken:
                         there = place[old]
                         if there >= arguments or (
                             holder[there] == old and leaves_in_time(graph, position, p, new, there)
                         ):
-                            found, taken = there, old
+                            found, mine = there, old
                             break
             if found < 0:
                 found = arguments + len(starts)
@@ -73,14 +72,16 @@ def assign(graph: Graph, order: list[int]) -> Assignment:
             elif found < arguments:
                 before[new], holder[found] = holder[found], new
             else:
-                before[new] = taken
-            took[new] = index == 0 and taken >= 0
+                before[new] = mine
+            if mine >= 0:
+                taken.append(mine)
+                took[new] = True
             place[new] = found
         if live > peak:
             peak = live
         for old in graph.reads[launch]:
             remaining[old] -= 1
-            if not remaining[old] and old != taken:
+            if not remaining[old] and old not in taken:
                 there = place[old]
                 if there >= arguments:
                     live -= size[old]
@@ -102,4 +103,4 @@ def leaves_in_time(graph: Graph, position: list[int], now: int, new: int, argume
     last = max([position[i] for i in graph.readers[new]], default=now)
     if now < due and last < due:
         return True
-    return now < due and last == due and graph.writes[maker][0] == final and new in graph.over[maker]
+    return now < due and last == due and new in graph.over[maker][graph.writes[maker].index(final)]

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ..backends.absorption import absorb_casts
 from ..backends.aten import lower
 from ..backends.host import host_function
-from ..dialects.step import constant_value, ir_dtype
+from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
+from ..dialects.step import constant_value, ir_dtype, torch_dtype
 from ..dialects.strides import Strides, row_major, same_places, view_of
 from ..ir.core import Op, Value
 from ..ir.types import ScalarType, TensorType
-from .layout import Layouts
 
 UI8 = ScalarType("ui8")
 ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW = "argument", "constant", "host", "launch", "view"
@@ -43,12 +41,14 @@ class Flat:
     provider: list[str] = field(default_factory=list)
     reads: list[tuple[int, ...]] = field(default_factory=list)
     writes: list[tuple[int, ...]] = field(default_factory=list)  # -1 where nobody reads a result
-    over: list[tuple[int, ...]] = field(default_factory=list)  # positions in reads that the first write may replace
+    over: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)  # per write: positions in reads it may replace
     body: list[int] = field(default_factory=list)  # number of the plan that a launch of micro-batches runs
-    workspace: list[int] = field(default_factory=list)  # the value that is the memory of that plan
+    workspace: list[int] = field(default_factory=list)  # the value that is memory for the launch alone
+    kernel: list[Kernel | None] = field(default_factory=list)
+    raises: list[bool] = field(default_factory=list)  # whether the launch may fail: for its batch, or for lack of memory
 
     arguments: int = 0
-    unasked: set[str] = field(default_factory=set)  # ops whose kernels could not be asked for their layout
+    unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
     results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
 
     def value(self, kind: str, type: TensorType, strides: Strides, maker: int, made_by: int = -1) -> int:
@@ -64,13 +64,15 @@ class Flat:
         return number
 
     def launch(
-        self, op: int, provider: str, reads: tuple[int, ...], writes: tuple[int, ...], over: tuple[int, ...] = ()
+        self, op: int, provider: str, reads: tuple[int, ...], kernel: Kernel | None = None
     ) -> int:
         self.op.append(op)
         self.provider.append(provider)
         self.reads.append(reads)
-        self.writes.append(writes)
-        self.over.append(over)
+        self.writes.append(())
+        self.over.append(())
+        self.kernel.append(kernel)
+        self.raises.append(False)
         self.name.append("copy")
         self.phase.append("")
         self.layer.append("")
@@ -93,17 +95,18 @@ class Body:
 
 def flatten(
     function: Op,
-    device: torch.device,
+    kernels: Kernels,
     numbers: Iterable[int] = (),
     strides: Sequence[Strides | None] | None = None,
     find: Callable[[Op], Body] | None = None,
+    alignment: int = 64,
 ) -> Flat:
-    """The launches of an expanded function.
+    """The launches of an expanded function, by the kernels of one device.
 
     numbers: arguments that are single numbers on the host. strides: of the arguments, where they do not lie row by row.
     find: the plan of the function that an op of micro-batches names.
     """
-    return _Flattener(function, device, numbers, strides, find).flat
+    return _Flattener(function, kernels, numbers, strides, find, alignment).flat
 
 
 class _Flattener:
@@ -112,14 +115,15 @@ class _Flattener:
     def __init__(
         self,
         function: Op,
-        device: torch.device,
+        kernels: Kernels,
         numbers: Iterable[int],
         strides: Sequence[Strides | None] | None,
         find: Callable[[Op], Body] | None,
+        alignment: int,
     ):
         self.flat = Flat()
-        self.device, self.find = device, find
-        self.layouts = Layouts(device)
+        self.kernels, self.device = kernels, kernels.device
+        self.find, self.alignment = find, alignment
         self.absorption = absorb_casts(function)
         self.numbers: dict[Value, int] = {}
         block = function.regions[0].block
@@ -142,7 +146,7 @@ class _Flattener:
             elif not self.on_host(op, number) and not self.as_view(op, number):
                 self.as_launch(op, number)
         self.give_back(function, block.last)
-        self.flat.unasked = self.layouts.unasked
+        self.flat.unasked = self.kernels.untraced
 
     def on_host(self, op: Op, number: int) -> bool:
         """Arithmetic on numbers of the host alone."""
@@ -152,7 +156,7 @@ class _Flattener:
         if not all(flat.kind[values[v]] == HOST or constant_value(v) is not None for v in op.operands):
             return False
         reads = tuple(values[v] for v in op.operands if constant_value(v) is None)
-        launch = flat.launch(number, "host", reads, ())
+        launch = flat.launch(number, "host", reads)
         for result in op.results:
             values[result] = flat.value(HOST, result.type, (), number, launch)
         flat.writes[launch] = tuple(values[r] for r in op.results)
@@ -183,6 +187,7 @@ class _Flattener:
         used = tuple([bool(r.uses) for r in op.results])
         types = [r.type for r in op.results]
         body: Body | None = None
+        kernel: Kernel | None = None
         if op.definition.name == "step.micro_batches":
             assert self.find is not None
             operands, body, provider = op.operands, self.find(op), "micro_batches"
@@ -190,19 +195,21 @@ class _Flattener:
                 row_major(t.shape) if taken in ("concat", "mean") else s
                 for t, taken, s in zip(types, op.taken, body.strides, strict=True)
             ]
+        elif self.chooses_on_host(op):
+            operands, provider = op.operands, "choose"
+            layouts = [flat.strides[values[operands[1]]]]
         else:
             written = self.absorption.written.get(op)
             if written is not None:
                 types = [types[0].with_element(ir_dtype(written))]
             call = lower(op, self.device, written)
             operands, provider = call.operands, "aten"
-            kinds = [
-                (flat.type[n], None if self.is_number(op, n) else flat.strides[n])
-                for n in [values[v] for v in operands]
-            ]
-            layouts = self.layouts(op, call.run, kinds, types, used)
+            asked = [self.operand(op, v) for v in operands]
+            specs = [Spec(t.shape, row_major(t.shape), torch_dtype(t.element)) for t in types]
+            kernel = self.kernels(op, call.run, asked, specs, used)
+            layouts = [s.strides for s in kernel.specs]
         reads = tuple([values[v] for v in operands])
-        launch = flat.launch(number, provider, reads, ())
+        launch = flat.launch(number, provider, reads, kernel)
         writes = []
         for result, type, strides, wanted in zip(op.results, types, layouts, used, strict=True):
             value = flat.value(LAUNCH, type, strides, number, launch) if wanted else -1
@@ -210,21 +217,60 @@ class _Flattener:
                 values[result] = value
             writes.append(value)
         flat.writes[launch] = tuple(writes)
-        flat.over[launch] = self.replaceable(op, reads, writes[0])
+        flat.over[launch] = tuple([self.replaceable(launch, i) for i in range(len(writes))])
+        flat.raises[launch] = body is not None or self.may_raise(op, kernel)
+        space = body.arena if body is not None else self.scratch(launch, writes)
         if body is not None:
             flat.body[launch] = body.number
-            flat.workspace[launch] = flat.value(LAUNCH, TensorType((body.arena,), UI8), (1,), number, launch)
+        if body is not None or space:
+            flat.workspace[launch] = flat.value(LAUNCH, TensorType((space,), UI8), (1,), number, launch)
         self.describe(launch, op)
 
+    def may_raise(self, op: Op, kernel: Kernel | None) -> bool:
+        """Whether a launch may fail: it looks numbers of the batch up, or makes memory. On a GPU neither stops a step."""
+        if self.device.type != "cpu":
+            return op.phase in ("forward", "loss") and op.name == "step.opaque"
+        looks_up = any(v.type.element.kind == "int" and v.type.rank for v in op.operands)
+        return looks_up or (kernel is not None and kernel.allocates)
+
+    def operand(self, op: Op, value: Value) -> Operand:
+        """What a kernel is told of an operand. A number of the host is a Python number or lies in a cell."""
+        flat, number = self.flat, self.numbers[value]
+        type = flat.type[number]
+        if flat.kind[number] == HOST:
+            if self.is_number(op, number):
+                return Operand(None, "cpu")
+            return Operand(Spec((), (), torch_dtype(type.element)), self.device.type)
+        return Operand(Spec(type.shape, flat.strides[number], torch_dtype(type.element)), self.device.type)
+
+    def scratch(self, launch: int, writes: list[int]) -> int:
+        """Bytes that a kernel needs beside its operands and results, with room for results that nobody reads."""
+        kernel = self.flat.kernel[launch]
+        return 0 if kernel is None else scratch_places(kernel, [w >= 0 for w in writes], self.alignment)[1]
+
+    def chooses_on_host(self, op: Op) -> bool:
+        """Whether a select only has to hand on one of two tensors, by a condition that is a number on the host.
+
+        On a GPU that would be decided when a graph is captured, so there both are read."""
+        if op.name != "step.select" or self.device.type != "cpu":
+            return False
+        condition, *others = [self.numbers[v] for v in op.operands]
+        kinds, types = self.flat.kind, self.flat.type
+        return kinds[condition] == HOST and all(kinds[v] != HOST and types[v] is op.result.type for v in others)
+
     def is_number(self, op: Op, value: int) -> bool:
-        """Whether the op's ATen call gets a Python number for this operand; a scale on the CPU is read as one."""
+        """Whether the op's ATen call gets a Python number for this number of the host.
+
+        A CUDA graph would keep it as it was when captured: there only what an op says it must have so.
+        """
+        flat = self.flat
+        if self.device.type != "cpu":
+            return any(self.numbers[getattr(op, name)] == value for name in getattr(op.definition, "floats", ()))
         if op.definition.name in ("step.axpy", "step.addcmul", "step.addcdiv", "step.lerp"):
             *others, scale = [self.numbers[v] for v in op.operands]
-            if any(self.flat.kind[v] == HOST for v in others) or value != scale or self.flat.type[scale].rank:
-                return False
-            return self.flat.kind[scale] == HOST or self.device.type == "cpu"
-        takes = getattr(op.definition, "takes_numbers", False) and self.flat.kind[value] == HOST
-        return takes and any(self.flat.kind[self.numbers[v]] != HOST for v in op.operands)
+            return value == scale and not any(flat.kind[v] == HOST for v in others)
+        takes = getattr(op.definition, "takes_numbers", False)
+        return takes and any(flat.kind[self.numbers[v]] != HOST for v in op.operands)
 
     def describe(self, launch: int, op: Op) -> None:
         flat = self.flat
@@ -232,18 +278,20 @@ class _Flattener:
         flat.phase[launch] = op.phase
         flat.layer[launch] = op.loc.layer
 
-    def replaceable(self, op: Op, reads: tuple[int, ...], write: int) -> tuple[int, ...]:
-        """Positions of operands that the first result may be written over, once nobody else reads their memory.
+    def replaceable(self, launch: int, index: int) -> tuple[int, ...]:
+        """Positions of operands that a result may be written over, once nobody else reads their memory.
 
         The operand must fill its memory and lie exactly as the result will; another operand of the launch that sees the
         same memory in another way would read what has been written already.
         """
         flat = self.flat
-        definition = op.definition
+        reads, write, kernel = flat.reads[launch], flat.writes[launch][index], flat.kernel[launch]
         if write < 0:
             return ()
-        elementwise = definition.pointwise  # type: ignore[attr-defined]
-        candidates = range(len(reads)) if elementwise else definition.overwrites  # type: ignore[attr-defined]
+        if kernel is not None:
+            candidates = sorted(kernel.over[index])
+        else:
+            candidates = [1, 2] if flat.provider[launch] == "choose" else []
         type, strides = flat.type[write], flat.strides[write]
         found = []
         for position in candidates:
@@ -255,20 +303,18 @@ class _Flattener:
                 and flat.offset[value] == 0
                 and flat.bytes(root) == type.bytes
                 and same_places(type.shape, flat.strides[value], strides)
-                and self.alone(reads, value, elementwise)
+                and self.alone(launch, value)
             ):
                 found.append(position)
         return tuple(found)
 
-    def alone(self, reads: tuple[int, ...], value: int, elementwise: bool) -> bool:
-        """Whether no operand sees the memory of `value` otherwise; only element by element may one see it twice."""
+    def alone(self, launch: int, value: int) -> bool:
+        """Whether no operand of the launch sees the memory of `value` otherwise."""
         flat, root = self.flat, self.flat.root[value]
-        others = [v for v in reads if flat.root[v] == root]
-        if len(others) == 1:
-            return True
-        return elementwise and all(
+        return all(
             flat.type[v] is flat.type[value] and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
-            for v in others
+            for v in flat.reads[launch]
+            if flat.root[v] == root
         )
 
     def give_back(self, function: Op, last: Op) -> None:
@@ -281,7 +327,7 @@ class _Flattener:
             root = flat.root[value]
             if root in lost and flat.kind[root] == ARGUMENT and value != argument:
                 type = flat.type[value]
-                launch = flat.launch(-1, "copy", (value,), ())
+                launch = flat.launch(-1, "copy", (value,))
                 copy = flat.value(LAUNCH, type, row_major(type.shape), -1, launch)
                 flat.writes[launch] = (copy,)
                 value = copy

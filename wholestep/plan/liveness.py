@@ -22,7 +22,7 @@ class Graph:
     arguments: int
     reads: list[tuple[int, ...]]  # per launch: memories read, each once; only those whose end matters
     writes: list[tuple[int, ...]]  # per launch: memories that begin
-    over: list[tuple[int, ...]]  # per launch: memories that the first write may take
+    over: list[tuple[tuple[int, ...], ...]]  # per launch and write: memories that it may take
     size: list[int]  # per memory, aligned
     readers: list[list[int]]  # per memory: launches that read it
     count: list[int]  # per memory: how many readers it has; one more where it outlives the step
@@ -33,16 +33,20 @@ class Graph:
     before: list[int]  # per launch: how many launches must come earlier
 
 
-def build_graph(flat: Flat, alignment: int) -> Graph:
-    """The graph of a flat program."""
+def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Graph:
+    """The graph of a flat program. With `whole_updates` nothing but updates comes after the first change of state."""
     values, launches = len(flat.kind), len(flat.op)
     root, kind, made_by = flat.root, flat.kind, flat.made_by
     count = [0] * values
     readers: list[list[int]] = [[] for _ in range(values)]
     replaced_by = [-1] * flat.arguments
     target = [-1] * values
+    early = [flat.raises[i] or (whole_updates and flat.phase[i] != "update") for i in range(launches)]
+    barrier = max([i for i in range(launches) if early[i]], default=-1)
     for value, argument in flat.results:
         count[root[value]] += FOREVER
+        if made_by[value] <= barrier:
+            continue  # the step may still fail, and must leave the state as it was
         if argument >= 0 and can_replace(flat, value, argument) and target[value] < 0 and replaced_by[argument] < 0:
             target[value], replaced_by[argument] = argument, value
     size = [aligned(flat.bytes(v), alignment) if kind[v] == LAUNCH else 0 for v in range(values)]
@@ -60,11 +64,24 @@ def build_graph(flat: Flat, alignment: int) -> Graph:
             count[r] += 1
         reads.append(kept)
         begun = tuple([v for v in flat.writes[i] if v >= 0 and kind[v] != HOST])
-        writes.append(begun if flat.workspace[i] < 0 else (*begun, flat.workspace[i]))
-        over.append(tuple(dict.fromkeys([root[flat.reads[i][p]] for p in flat.over[i]])))
+        places = [
+            tuple(dict.fromkeys([root[flat.reads[i][p]] for p in positions]))
+            for v, positions in zip(flat.writes[i], flat.over[i] or [()] * len(flat.writes[i]), strict=True)
+            if v >= 0 and kind[v] != HOST
+        ]
+        if flat.workspace[i] >= 0:
+            begun = (*begun, flat.workspace[i])
+            places.append(())
+        writes.append(begun)
+        over.append(tuple(places))
     for argument, new in enumerate(replaced_by):  # old values are read before the new one is written, where they can be
         if new >= 0 and all(i <= made_by[new] for i in readers[argument]):
             predecessors[made_by[new]].update(i for i in readers[argument] if i != made_by[new])
+    for i in range(launches):  # whatever may fail comes before anything that changes the state
+        if early[i] and i != barrier:
+            predecessors[barrier].add(i)
+        elif i > barrier >= 0 and any(target[v] >= 0 for v in writes[i]):
+            predecessors[i].add(barrier)
     successors: list[list[int]] = [[] for _ in range(launches)]
     for i, mine_before in enumerate(predecessors):
         for p in sorted(mine_before):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..backends.kernels import Kernel, Kernels
 from ..dialects.step.control import root_of
 from ..dialects.strides import Strides
 from ..errors import WholestepError
@@ -28,6 +30,16 @@ _NUMBERS = ("hyper", "fresh", "random_key")
 _EARLY, _LATE, _END = ("forward", "loss"), ("backward", "clip", "update"), ("clip", "update")
 
 
+@dataclass(slots=True)
+class Planned:
+    """A plan with what runs it: the function its op numbers count in, and a kernel per launch that has one."""
+
+    plan: Plan
+    function: Op
+    kernels: list[Kernel | None]
+    bodies: list[Planned]
+
+
 def plan_function(
     function: Op,
     device: torch.device | str = "cpu",
@@ -36,70 +48,94 @@ def plan_function(
     strides: Sequence[Strides | None] | None = None,
     reorder: bool = True,
     omnimalloc: bool = True,
+    whole_updates: bool | None = None,
 ) -> tuple[Plan, Op]:
     """The plan of a function, and the expanded copy of it that the plan's op numbers count in.
 
     numbers: arguments that are single numbers on the host. strides: of arguments that do not lie row by row.
-    reorder=False keeps program order; omnimalloc=False uses our own placers alone.
+    reorder=False keeps program order; omnimalloc=False uses our own placers alone. whole_updates: the state changes
+    only once nothing else is left to do, so that a step that fails leaves it as it was; by default so on a CPU.
     """
-    with collector_paused():
-        copy = expanded(function)
-        root = root_of(function)
-        return plan_expanded(copy, root, torch.device(device), numbers, strides, reorder, omnimalloc), copy
+    planned = planned_function(function, device, numbers, strides, reorder, omnimalloc, whole_updates)
+    return planned.plan, planned.function
 
 
-def plan_expanded(
+def planned_function(
     function: Op,
-    root: Op,
-    device: torch.device,
+    device: torch.device | str = "cpu",
     numbers: Iterable[int] = (),
     strides: Sequence[Strides | None] | None = None,
     reorder: bool = True,
     omnimalloc: bool = True,
-) -> Plan:
-    """The plan of a function whose ops all run as they are. `root` is the module its symbols are found in."""
-    bodies: list[Plan] = []
+    whole_updates: bool | None = None,
+) -> Planned:
+    """As `plan_function`, with the kernels."""
+    with collector_paused():
+        where = torch.device(device)
+        if where.type not in ALIGNMENT:
+            raise WholestepError(f"no plan can be made for {where.type}; devices are {', '.join(ALIGNMENT)}")
+        whole = where.type == "cpu" if whole_updates is None else whole_updates
+        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole)
+        return planner.plan(expanded(function, where), numbers, strides)
 
-    def find(op: Op) -> Body:
-        body = plan_expanded(expanded(lookup(root, op.callee)), root, device, (), None, reorder, omnimalloc)
-        bodies.append(body)
-        return Body(len(bodies) - 1, body.arena, [body.buffers[r.buffer].strides for r in body.results])
 
-    alignment = ALIGNMENT.get(device.type)
-    if alignment is None:
-        raise WholestepError(f"no plan can be made for {device.type}; devices are {', '.join(ALIGNMENT)}")
-    flat = flatten(function, device, numbers, strides, find)
-    graph = build_graph(flat, alignment)
-    if reorder:
-        name, order, found, program_peak = best_order(graph, flat.phase)
-    else:
-        name, order = "program", list(range(len(flat.op)))
-        found = assign(graph, order)
-        program_peak = found.peak
-    placement = place(found.start, found.end, found.size, found.peak, omnimalloc)
-    if placement.size > program_peak:  # gaps may have eaten what the order gained
-        plain = assign(graph, list(range(len(flat.op))))
-        other = place(plain.start, plain.end, plain.size, plain.peak, omnimalloc)
-        if other.size < placement.size:
-            name, order, found, placement = "program", list(range(len(flat.op))), plain, other
-    kinds, names = argument_words(function)
-    plan = Plan(
-        function.attributes["sym_name"],
-        structural_hash(function),
-        device.type,
-        alignment,
-        name,
-        placement.placer,
-        placement.size,
-        found.peak,
-        program_peak,
-        bodies=bodies,
-        assumed=sorted(flat.unasked),
-    )
-    fill(plan, flat, graph, order, found, placement, kinds)
-    for buffer, argument_name in zip(plan.buffers, names, strict=False):
-        buffer.name = argument_name
-    return plan
+@dataclass(slots=True)
+class _Planner:
+    """Plans a function and those it runs per micro-batch; calls that are alike are traced once for all of them."""
+
+    root: Op  # the module that symbols are found in
+    device: torch.device
+    kernels: Kernels
+    reorder: bool
+    omnimalloc: bool
+    whole_updates: bool
+
+    def plan(
+        self, function: Op, numbers: Iterable[int] = (), strides: Sequence[Strides | None] | None = None
+    ) -> Planned:
+        bodies: list[Planned] = []
+
+        def find(op: Op) -> Body:
+            body = self.plan(expanded(lookup(self.root, op.callee), self.device))
+            bodies.append(body)
+            laid = [body.plan.buffers[r.buffer].strides for r in body.plan.results]
+            return Body(len(bodies) - 1, body.plan.arena, laid)
+
+        alignment = ALIGNMENT[self.device.type]
+        flat = flatten(function, self.kernels, numbers, strides, find, alignment)
+        graph = build_graph(flat, alignment, self.whole_updates)
+        if self.reorder:
+            name, order, found, program_peak = best_order(graph, flat.phase)
+        else:
+            name, order = "program", list(range(len(flat.op)))
+            found = assign(graph, order)
+            program_peak = found.peak
+        placement = place(found.start, found.end, found.size, found.peak, self.omnimalloc)
+        if placement.size > program_peak:  # gaps may have eaten what the order gained
+            plain = assign(graph, list(range(len(flat.op))))
+            other = place(plain.start, plain.end, plain.size, plain.peak, self.omnimalloc)
+            if other.size < placement.size:
+                name, order, found, placement = "program", list(range(len(flat.op))), plain, other
+        kinds, names = argument_words(function)
+        plan = Plan(
+            function.attributes["sym_name"],
+            structural_hash(function),
+            self.device.type,
+            alignment,
+            name,
+            placement.placer,
+            placement.size,
+            found.peak,
+            program_peak,
+            bodies=[b.plan for b in bodies],
+            assumed=sorted(flat.unasked),
+        )
+        fill(plan, flat, graph, order, found, placement, kinds)
+        for buffer, argument_name in zip(plan.buffers, names, strict=False):
+            buffer.name = argument_name
+        kernels = [flat.kernel[launch] for launch in order]
+        kernels += [None] * (len(plan.launches) - len(kernels))
+        return Planned(plan, function, kernels, bodies)
 
 
 def argument_words(function: Op) -> tuple[list[str], list[str]]:
@@ -122,10 +158,15 @@ def fill(
     plan.buffers = buffers_of(flat, graph, found, placement, kinds)
     for launch in order:
         reads, writes = flat.reads[launch], flat.writes[launch]
-        pairs: tuple[tuple[int, int], ...] = ()
-        if writes and writes[0] >= 0 and found.took[writes[0]]:
-            old = found.old[writes[0]]
-            pairs = tuple([(0, p) for p, value in enumerate(reads) if flat.root[value] == old])
+        pairs = tuple(
+            [
+                (w, p)
+                for w, write in enumerate(writes)
+                if write >= 0 and found.took[write]
+                for p, value in enumerate(reads)
+                if flat.root[value] == found.old[write]
+            ]
+        )
         plan.launches.append(
             Launch(
                 flat.op[launch],

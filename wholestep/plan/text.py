@@ -91,13 +91,11 @@ class _Writer:
         elif b.space == "arena":
             op = Alloc.build(self.b, self.arena, space=self.where, lifetime=b.lifetime, offset=b.offset, **fields)
         else:
-            index, where = b.argument, self.where
+            index = b.argument
             if b.space == "constant":
                 index, self.constants = self.constants, self.constants + 1
-            elif b.name == "random key" and self.plan.device == "cuda":  # the host reads it
-                where = space("pinned")
             slot = b.name or f"{b.space} {index}"
-            op = External.build(self.b, space=where, lifetime=b.lifetime, slot=slot, index=index, **fields)
+            op = External.build(self.b, space=self.where, lifetime=b.lifetime, slot=slot, index=index, **fields)
         op.attributes["plan.number"] = number
         if b.op >= 0:
             op.attributes["plan.made_by"] = b.op
@@ -116,7 +114,8 @@ class _Writer:
         if launch.workspace >= 0:
             writes.append(self.values[launch.workspace])
         at = _positions(launch.reads, buffers)
-        pairs = tuple([i for w, r in launch.in_place for i in (w, at[r])])
+        to = _positions(launch.writes, buffers)
+        pairs = tuple([i for w, r in launch.in_place for i in (to[w], at[r])])
         op = LaunchOp.build(
             b,
             reads,
@@ -137,14 +136,16 @@ class _Writer:
             op.attributes["plan.unwritten"] = unwritten
         if launch.body >= 0:
             op.attributes["plan.body"] = launch.body
+        if launch.workspace >= 0:
+            op.attributes["plan.workspace"] = True
 
 
 def _positions(reads: tuple[int, ...], buffers: list[Buffer]) -> list[int]:
-    """For each operand its place among those that are not numbers of the host."""
+    """For each operand its place among those that are not numbers of the host, nor left out."""
     out, count = [], 0
     for n in reads:
         out.append(count)
-        count += buffers[n].space != "host"
+        count += n >= 0 and buffers[n].space != "host"
     return out
 
 
@@ -253,7 +254,7 @@ def _launch(op: Op, number_of: dict[Value, int]) -> Launch:
     read, written, _ = LaunchOp.accesses(op)
     reads, writes = [number_of[v] for v in read], [number_of[v] for v in written]
     body, workspace = fields.get("plan.body", -1), -1
-    if body >= 0:
+    if fields.get("plan.workspace"):
         workspace = writes.pop()
     host_reads, host_writes = fields.get("plan.host_reads", ()), fields.get("plan.host_writes", ())
     places = [p for p in range(len(reads) + len(host_reads) // 2) if p not in host_reads[::2]]
@@ -261,13 +262,15 @@ def _launch(op: Op, number_of: dict[Value, int]) -> Launch:
     _insert(reads, host_reads[::2], host_reads[1::2])
     _insert(writes, host_writes[::2], host_writes[1::2])
     unwritten = fields.get("plan.unwritten", ())
+    skipped = (*host_writes[::2], *unwritten)
+    to = [p for p in range(len(written) + len(skipped)) if p not in skipped]
     _insert(writes, unwritten, (-1,) * len(unwritten))
     return Launch(
         fields["ops"][0] if fields["ops"] else -1,
         tuple(reads),
         tuple(writes),
         fields["provider"],
-        tuple([(w, places[r]) for w, r in zip(pairs[::2], pairs[1::2], strict=True)]),
+        tuple([(to[w], places[r]) for w, r in zip(pairs[::2], pairs[1::2], strict=True)]),
         fields["stream"],
         fields["plan.what"],
         op.phase,

@@ -20,12 +20,17 @@ from ..ir.types import F16
 from ..options import Options
 from ..torch_private import version_of
 from ..training.precision import parse_precision
+from .bound import BoundPlan, Call
 
 KINDS = ("copy", "ema", "scaler")
 #: how many elements of a parameter are looked at between steps
 SAMPLES = 16
 #: a loss scale this far below 1 (or below the first scale) has collapsed: no scale makes the gradients finite
 COLLAPSED = 2.0**-10
+STALE = (
+    "a parameter was changed through .data, which autograd does not count, so a step has used its old low-precision "
+    "copy; call step.refresh() after such changes, or change it under torch.no_grad()"
+)
 
 
 class OwnState:
@@ -42,6 +47,12 @@ class OwnState:
         self._places: list[int] = []
         self._samples: list[torch.Tensor] = []
         self._sampled: torch.Tensor | None = None
+        #: the same inside a CUDA graph
+        self._watch: Watch | None = None
+        #: versions of the copied parameters after the last planned step; None where copies may be old
+        self._counted: list[int] | None = None
+        self._copied_of: list[Slot] | None = None
+        self._copied_parameters: list[torch.Tensor] = []
 
     # ---- what a program reads ----------------------------------------------------------------------------------------
 
@@ -85,6 +96,37 @@ class OwnState:
                 self._places, self._samples = places, [sample(parameters[fqn]) for fqn in copied]
             self._sampled = bits(torch.cat(self._samples))
 
+    def follow_parameters(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Makes copies again whose parameters somebody else has written since the last planned step."""
+        copied = self._copied(slots, parameters)
+        if not copied or (self._counted is not None and list(map(version_of, copied)) == self._counted):
+            return
+        for slot in slots:
+            if slot.kind == "copy":
+                self.fetch(slot, parameters, device)
+        if self._watch is not None:
+            self._watch.reset()
+
+    def watch(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], bound: BoundPlan) -> None:
+        """Puts the look at a few elements of each copied parameter into a step that runs as a CUDA graph."""
+        copied = self._copied(slots, parameters)
+        self._watch = Watch(copied) if copied and bound.device.type == "cuda" else None
+        if self._watch is not None:
+            bound.around(self._watch.head, self._watch.tail)
+
+    def after_step(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
+        """After a planned step has written parameters and their copies: they agree."""
+        if self._watch is None:
+            self.follow(slots, parameters)
+        self._counted = list(map(version_of, self._copied(slots, parameters)))
+
+    def _copied(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have a copy; asked for on every step."""
+        if self._copied_of is not slots:
+            self._copied_of = slots
+            self._copied_parameters = [parameters[slot.source[1]] for slot in slots if slot.kind == "copy"]
+        return self._copied_parameters
+
     def average_the_rest(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
         """Averages whose parameters the program no longer updates (frozen layers) go on towards their value."""
         done = {slot.source for slot in slots if slot.kind == "ema"}
@@ -99,6 +141,11 @@ class OwnState:
         On the host the copies are then made again. On a GPU the answer is read when it has arrived, without waiting,
         and is an error by then.
         """
+        if self._watch is not None:
+            if self._watch.news():
+                self.refresh()
+                raise StaleCopyError(STALE)
+            return
         if self._sampled is None or not self._versions:
             return
         changed = (bits(torch.cat(self._samples)) != self._sampled).any()
@@ -107,15 +154,12 @@ class OwnState:
                 self.refresh()
             elif found:
                 self.refresh()
-                raise StaleCopyError(
-                    "a parameter was changed through .data, which autograd does not count, so a step has used its old "
-                    "low-precision copy; call step.refresh() after such changes, or change it under torch.no_grad()"
-                )
+                raise StaleCopyError(STALE)
 
     def refresh(self) -> None:
         """Makes every low-precision copy again before the next step."""
         self._versions.clear()
-        self._sampled = None
+        self._counted = self._sampled = None
         self._change_news = News()
 
     # ---- the loss scale ----------------------------------------------------------------------------------------------
@@ -198,6 +242,43 @@ class OwnState:
             for fqn, tensor in ema["parameters"].items():
                 self.tensors["ema", fqn] = tensor.to(parameters[fqn].device, parameters[fqn].dtype, copy=True)
         self.refresh()
+
+
+class Watch:
+    """Looks, inside a CUDA graph, whether a few elements of each parameter are still what the last step left there.
+
+    The answer arrives in pinned memory by itself; the host reads whatever has arrived.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]):
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            groups.setdefault(parameter.dtype, []).append(sample(parameter))
+        self.samples = list(groups.values())
+        self.before = [torch.cat(samples) for samples in self.samples]
+        self.now = [torch.empty_like(t) for t in self.before]
+        device = parameters[0].device
+        differ = [torch.zeros(t.shape, dtype=torch.bool, device=device) for t in self.before]
+        found = [torch.zeros((), dtype=torch.bool, device=device) for _ in self.before]
+        self.changed = torch.zeros(len(found), dtype=torch.bool, device=device)
+        self.arrived = torch.zeros(len(found), dtype=torch.bool, pin_memory=True)
+        self.head: list[Call] = []
+        self.tail: list[Call] = []
+        for i, samples in enumerate(self.samples):
+            self.head.append((torch.cat, (samples,), {"out": self.now[i]}))
+            self.head.append((torch.ne, (bits(self.now[i]), bits(self.before[i])), {"out": differ[i]}))
+            self.head.append((torch.any, (differ[i],), {"out": found[i]}))
+            self.head.append((self.changed[i].copy_, (found[i],), {}))
+            self.tail.append((torch.cat, (samples,), {"out": self.before[i]}))
+        self.head.append((self.arrived.copy_, (self.changed,), {"non_blocking": True}))
+
+    def news(self) -> bool:
+        return bool(self.arrived.any())
+
+    def reset(self) -> None:
+        """The parameters were written by somebody who said so."""
+        for samples, before in zip(self.samples, self.before, strict=True):
+            torch.cat(samples, out=before)
 
 
 class News:

@@ -233,7 +233,7 @@ def movement_of_step(step: Any) -> Movement:
     """What one step of the program used last moves, priced on the machine it runs on if that is described."""
     compiled = step._compiled
     executed = executed_form(compiled.program.function, compiled.executable.function)
-    return movement_of(executed, machine_of(compiled.executable.device))
+    return movement_of(executed, machine_of(compiled.device))
 
 
 def machine_of(device: torch.device) -> Description | None:

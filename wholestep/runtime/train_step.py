@@ -1,7 +1,7 @@
 """`TrainStep`: the compiled step as the user holds it.
 
-Parameters, buffers and optimizer state stay in the user's own tensors. A step computes every new value first and then
-writes them all at once, so an exception or Ctrl-C finds the model at a step border.
+Parameters, buffers and optimizer state stay in the user's own tensors and are updated there. Whatever may refuse a batch
+runs before the first of them changes, and signals wait, so an exception or Ctrl-C finds the model at a step border.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, overload
 
@@ -35,31 +36,42 @@ from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.opportunity import Opportunity, opportunities
 from . import own_state
-from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
+from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
+from .counters import Counters
 from .executor import Executable
 from .own_state import EagerStepNotice, OwnState
 from .padding import Cut, Padding, cut_back
 from .report import Report, report_of
 from .saved import write_step
+from .static import StaticStep, Unfit
+from .unchanged import Snapshot
 from .verification import compare_with_eager
 
 SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
 class Compiled:
-    """One compiled program with what it was compiled for."""
+    """One compiled program with what it was compiled for, and what runs it."""
 
     def __init__(
         self,
         program: Program,
         plan: OptimizerPlan,
-        executable: Executable,
+        device: torch.device,
+        numbers: Sequence[int],
         key: Any,
         seconds: dict[str, float],
         recipe: Sequence[str] = (),
+        static: StaticStep | None = None,
     ):
-        self.program, self.plan, self.executable, self.key, self.seconds = program, plan, executable, key, seconds
+        self.program, self.plan, self.device, self.key, self.seconds = program, plan, device, key, seconds
+        #: arguments that are single numbers on the host
+        self.numbers = list(numbers)
+        #: runs the program from its plan; None where it runs through the reference executor
+        self.static = static
+        #: why the reference executor runs it though there was a plan
+        self.unplanned = ""
         #: the transformations that were applied, by their keys
         self.recipe = list(recipe)
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
@@ -68,6 +80,14 @@ class Compiled:
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
         #: where each buffer lives: eager code may put another tensor there (`self.buffer = self.buffer + 1`)
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
+        #: what the bound tensors were; None where they must be looked up and bound again
+        self.snapshot: Snapshot | None = None
+        self.counters: Counters | None = None
+
+    @cached_property
+    def executable(self) -> Executable:
+        """The reference executor of the program: it allocates as it goes and changes nothing."""
+        return Executable(self.program.function, self.device, self.numbers)
 
 
 class TrainStep:
@@ -133,7 +153,7 @@ class TrainStep:
     @property
     def device(self) -> torch.device:
         """Where the step runs and its batches must be."""
-        return self._compiled.executable.device
+        return self._compiled.device
 
     def program(self) -> Op:
         """The one program of the step; `str()` of it is MLIR text. With several shapes, the one used last."""
@@ -151,22 +171,12 @@ class TrainStep:
             return report_of(self) if format is None else report_of(self).rendered(format)
 
     def plan(self) -> Plan:
-        """A static plan of the program: order, addresses in one arena, what is written over what; `str()` sums it up.
-
-        It is data for planning memory ahead. Steps run through the reference executor, which allocates as it goes.
-        """
+        """The static plan the step runs from: order, addresses in one arena, what is written over what."""
         with self._lock:
             compiled = self._compiled
-            executable = compiled.executable
-            tables = {
-                "parameter": compiled.program.captured.parameters,
-                "constant": compiled.program.captured.constants,
-            }
-            strides = [
-                tables[slot.kind][slot.source[1]].stride() if slot.kind in tables else None
-                for slot in compiled.program.slots
-            ]
-            return plan_function(compiled.program.function, executable.device, executable.numbers, strides=strides)[0]
+            if compiled.static is not None:
+                return compiled.static.plan
+            return plan_function(compiled.program.function, compiled.device, compiled.numbers)[0]
 
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
@@ -283,16 +293,23 @@ class TrainStep:
         """The program for a batch, and its tensors; compiled (again) where shapes, modes or groups ask for it."""
         if not self._variants:
             return self._compile(batch), flattened(batch)[0]
-        tensors, names = self._checked(batch)
         latest = self._compiled
+        tensors = as_before(batch, latest.batch_slots, latest.device)
+        if tensors is not None and latest.snapshot is not None and latest.snapshot.holds():
+            return latest, tensors
+        tensors, names = self._checked(batch)
         shapes = signature([tensors[i] for i in latest.batch_types])
         compiled = self._variants.get(shapes)
         if compiled is None and self.options.shapes == "static":
             for (index, slot), have in zip(latest.batch_types.items(), shapes, strict=True):
                 if have != slot.type.shape:
                     raise InputError(shape_message(names[index], slot.type.shape, have))
-        if compiled is None or self._key_of(self, compiled.plan) != compiled.key:
+        if compiled is None:
             return self._compile(batch), tensors
+        if compiled.snapshot is None or not compiled.snapshot.holds():
+            compiled.snapshot = None
+            if self._key_of(self, compiled.plan) != compiled.key:
+                return self._compile(batch), tensors
         self._variants.move_to_end(shapes)
         return compiled, tensors
 
@@ -302,7 +319,7 @@ class TrainStep:
         latest = self._compiled
         check_structure(latest.program.captured.exported.batch_structure, structure)
         for index, slot in latest.batch_types.items():
-            check_tensor(names[index], tensors[index], torch_dtype(slot.type.element), latest.executable.device)
+            check_tensor(names[index], tensors[index], torch_dtype(slot.type.element), latest.device)
         return tensors, names
 
     # ---- one step ----------------------------------------------------------------------------------------------------
@@ -317,32 +334,125 @@ class TrainStep:
 
     def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any, cut: Cut | None) -> Any:
         program = compiled.program
-        created: dict[str, dict[str, Any]] = {}
-        self._own.notice_changes()
-        inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
-        outputs = compiled.executable([t.detach() for t in inputs])
         if self.options.verify and self.verified is None:
+            inputs = [self._fetch(slot, compiled, batch, {}) for slot in program.slots]
+            outputs = compiled.executable([t.detach() for t in inputs])
             compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
             self.verified = True
-        by_kind: dict[str, list[torch.Tensor]] = {}
-        for value, result in zip(outputs, program.results, strict=True):
-            by_kind.setdefault("user" if result.kind in ("loss", "output") else result.kind, []).append(value)
-        lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
-        user = [t.clone() if storage(t) in lasting else t for t in by_kind["user"]]  # before the parameters change
+        with uninterrupted(), torch.no_grad():
+            user, norm, finite = None, None, None
+            if compiled.static is not None:
+                outputs = self._run_planned(compiled, compiled.static, batch)
+            if compiled.static is None:
+                outputs = self._run_reference(compiled, batch)
+            user = [v for v, r in zip(outputs, program.results, strict=True) if r.kind in ("loss", "output")]
+            by_kind = {r.kind: v for v, r in zip(outputs, program.results, strict=True)}
+            norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
+            compiled.plan.finish(program.updated)
+            mark_optimizer_called(self.optimizer)
+            self._own.counter += 1
+            if self.options.ema is not None:
+                self._own.average_the_rest(program.slots, program.captured.parameters)
+                self._own.averaged += 1
         if cut is not None:
             user = [cut_back(t, cut, dimensions) for t, dimensions in zip(user, cut.dimensions, strict=True)]
         exported = program.captured.exported
         result = unflatten(exported.output_structure, user)
-        self._commit(compiled, inputs, outputs, created)
-        norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
         self.last = SimpleNamespace(
             loss=user[exported.loss_index],
             outputs=result,
-            grad_norm=norm[0] if norm else None,
-            skipped=~finite[0] if finite else None,
+            grad_norm=norm,
+            skipped=None if finite is None else ~finite,
         )
         self._own.watch_scale()
         return result
+
+    def _run_planned(self, compiled: Compiled, static: StaticStep, batch: list[torch.Tensor]) -> list[Any]:
+        """A step from the plan. The results are the user's to keep."""
+        program, own, created = compiled.program, self._own, dict[str, dict[str, Any]]()
+        parameters = program.captured.parameters
+        own.notice_changes()
+        if compiled.snapshot is None:
+            inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
+            numbers = {i: float(inputs[i]) for i in compiled.numbers}
+            try:
+                self._refuse_converted(compiled, inputs, created)
+                static.bind(inputs)
+            except Unfit as error:
+                compiled.static, compiled.unplanned = None, str(error)
+                return []
+            assert static.bound is not None
+            own.watch(program.slots, parameters, static.bound)
+        else:
+            assert compiled.counters is not None
+            own.follow_parameters(program.slots, parameters, compiled.device)
+            numbers = compiled.counters.read()
+        installed = self._install(compiled, created)
+        try:
+            outputs = static(batch, numbers, (own.seed, own.counter, 0))
+        except BaseException as error:
+            written = static.written_before(error)
+            compiled.snapshot = None
+            if written:
+                raise WholestepError(
+                    f"the step failed after it had begun to change the model ({written} first): {error}\n"
+                    "Load the last checkpoint before going on"
+                ) from error
+            for parameter, keys in installed:
+                for key in keys:
+                    del self.optimizer.state[parameter][key]
+                if not self.optimizer.state[parameter]:
+                    del self.optimizer.state[parameter]
+            raise
+        if compiled.snapshot is None:
+            pack = compiled.device.type == "cuda"
+            compiled.counters = Counters(
+                program, compiled.plan, compiled.numbers, self.optimizer, own.ema_weight, pack
+            )
+            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+        compiled.counters.write(outputs)  # type: ignore[union-attr]
+        if compiled.snapshot is None:
+            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan)
+        own.after_step(program.slots, parameters)
+        return [
+            None if r.slot is not None else v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v)
+            for v, r in zip(outputs, program.results, strict=True)
+        ]
+
+    def _refuse_converted(self, compiled: Compiled, inputs: list[torch.Tensor], created: dict[str, Any]) -> None:
+        """Raises where state of the optimizer is not a tensor that can be updated in place."""
+        numbers = set(compiled.numbers)
+        for i, (slot, tensor) in enumerate(zip(compiled.program.slots, inputs, strict=True)):
+            if slot.kind != "optimizer_state" or i in numbers:
+                continue
+            _, fqn, key = slot.source[:3]
+            held = self.optimizer.state.get(compiled.program.captured.parameters[fqn], {}).get(key)
+            if held is not tensor and created.get(fqn, {}).get(key) is not tensor:
+                raise Unfit(f"{slot.name} of the optimizer is a {type(held).__name__} that cannot be updated in place")
+
+    def _install(self, compiled: Compiled, created: dict[str, dict[str, Any]]) -> list[tuple[Any, list[str]]]:
+        """Puts the state that the first step makes into the optimizer; says what was put where."""
+        installed = []
+        for fqn, state in created.items():
+            if state:
+                parameter = compiled.program.captured.parameters[fqn]
+                self.optimizer.state[parameter].update(state)
+                installed.append((parameter, list(state)))
+        return installed
+
+    def _run_reference(self, compiled: Compiled, batch: list[torch.Tensor]) -> list[Any]:
+        """A step through the reference executor: every new value is computed, then all are written."""
+        program, created = compiled.program, dict[str, dict[str, Any]]()
+        self._own.notice_changes()
+        inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
+        outputs = compiled.executable([t.detach() for t in inputs])
+        lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
+        kept = [  # before the parameters change
+            v.clone() if r.slot is None and storage(v) in lasting else v
+            for v, r in zip(outputs, program.results, strict=True)
+        ]
+        self._commit(compiled, inputs, outputs, created)
+        return kept
 
     def _fetch(
         self, slot: Slot, compiled: Compiled, batch: list[torch.Tensor], created: dict[str, Any]
@@ -361,7 +471,7 @@ class TrainStep:
         if kind == "random_key":
             return self._own.key()
         if kind in own_state.KINDS:
-            return self._own.fetch(slot, captured.parameters, compiled.executable.device)
+            return self._own.fetch(slot, captured.parameters, compiled.device)
         if source == ("ema_weight",):
             return self._as_tensor(slot, self._own.ema_weight())
         if kind == "optimizer_state":
@@ -377,7 +487,7 @@ class TrainStep:
 
     def _state_tensor(self, slot: Slot, value: Any, compiled: Compiled, created: dict[str, Any]) -> torch.Tensor:
         """Optimizer state as the program wants it. A counter that the program may hold back moves to its device."""
-        device = compiled.executable.device
+        device = compiled.device
         if not compiled.skips or (isinstance(value, torch.Tensor) and value.device == device):
             return self._as_tensor(slot, value)
         moved = torch.as_tensor(value, dtype=torch_dtype(slot.type.element), device=device)
@@ -397,7 +507,7 @@ class TrainStep:
     def _commit(
         self, compiled: Compiled, inputs: list[torch.Tensor], outputs: list[Any], created: dict[str, Any]
     ) -> None:
-        """Writes every new value into the user's tensors; nothing interrupts it half-way."""
+        """Writes every new value into the user's tensors."""
         place = {slot.source: tensor for slot, tensor in zip(compiled.program.slots, inputs, strict=True)}
         writes = [
             (r.slot, value) for r, value in zip(compiled.program.results, outputs, strict=True) if r.slot is not None
@@ -406,31 +516,22 @@ class TrainStep:
         writes = [  # a new value that is a piece of state itself (two buffers that swap) is taken out before it changes
             (slot, value.clone() if storage(value) in written else value) for slot, value in writes
         ]
+        self._install(compiled, created)
         captured = compiled.program.captured
-        with uninterrupted(), torch.no_grad():
-            for fqn, state in created.items():
-                if state:
-                    self.optimizer.state[captured.parameters[fqn]].update(state)
-            into: list[torch.Tensor] = []
-            values: list[torch.Tensor] = []
-            for slot, value in writes:
-                if slot.kind == "optimizer_state":
-                    target = self.optimizer.state[captured.parameters[slot.source[1]]]
-                    if not isinstance(target[slot.source[2]], torch.Tensor):
-                        target[slot.source[2]] = type(target[slot.source[2]])(value.item())
-                        continue
-                    into.append(target[slot.source[2]])
-                else:
-                    into.append(place[slot.source])
-                values.append(value)
-            foreach_copy(into, values)
-            compiled.plan.finish(compiled.program.updated)
-            mark_optimizer_called(self.optimizer)
-            self._own.counter += 1
-            if self.options.ema is not None:
-                self._own.average_the_rest(compiled.program.slots, captured.parameters)
-                self._own.averaged += 1
-            self._own.follow(compiled.program.slots, captured.parameters)
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for slot, value in writes:
+            if slot.kind == "optimizer_state":
+                target = self.optimizer.state[captured.parameters[slot.source[1]]]
+                if not isinstance(target[slot.source[2]], torch.Tensor):
+                    target[slot.source[2]] = type(target[slot.source[2]])(value.item())
+                    continue
+                into.append(target[slot.source[2]])
+            else:
+                into.append(place[slot.source])
+            values.append(value)
+        foreach_copy(into, values)
+        self._own.follow(compiled.program.slots, captured.parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return named_state(self.model, self.loss_fn)[0]

@@ -77,6 +77,10 @@ class OptimizerPlan(ABC):
     def structure(self) -> Hashable:
         """Everything that the program depends on beyond the values of its inputs, as the optimizer stands now."""
 
+    def settings(self) -> Hashable:
+        """The part of `structure` that is neither a tensor nor read by the program; None where all of it must be asked."""
+        return None
+
     @abstractmethod
     def slots(self, fqn: str) -> list[Slot]:
         """The inputs of this parameter's update, in the order `emit` wants their values."""

@@ -68,12 +68,14 @@ class FamilyPlan(OptimizerPlan):
         members = self.membership()
         if members != self._members:  # another program anyhow, and the places no longer hold
             return (type(self.optimizer).__qualname__, members)
-        groups = tuple(
+        layouts = tuple(tuple(self._layout(fqn).items()) for fqn in self.places)
+        return (type(self.optimizer).__qualname__, members, self.settings(), layouts)
+
+    def settings(self) -> Hashable:
+        return tuple(
             (tuple((k, freeze(v)) for k, v in self.family.options(group).items()), tuple(self.family.hypers(group)))
             for group in self.optimizer.param_groups
         )
-        layouts = tuple(tuple(self._layout(fqn).items()) for fqn in self.places)
-        return (type(self.optimizer).__qualname__, members, groups, layouts)
 
     def _layout(self, fqn: str) -> dict[str, TensorType]:
         """Type of each state by operand name: of what is there, or of what the first step will create."""

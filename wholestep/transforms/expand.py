@@ -1,14 +1,18 @@
 """`expand`: replaces ops by the smaller step ops they consist of, by each op's own `expand` rule.
 
 `expand{ops=adam}` expands one kind (names joined by `+`), `expand{ops=required}` those that ATen cannot run as it is,
-plain `expand` everything that can be, until nothing is left to expand.
+plain `expand` everything that can be, until nothing is left to expand. On some devices an op has an expansion of its
+own there, into fewer kernels (`dialects/step/fused_updates.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..dialects.step import StepBuilder
+from ..dialects.step.fused_updates import EXPANSIONS
 from ..errors import IRError
 from ..ir.builtin import functions, module
 from ..ir.core import Op, Value
@@ -25,8 +29,17 @@ def needs_expansion(op: Op) -> bool:
     return has_expansion(op) and op.definition.evaluate is None  # type: ignore[attr-defined]
 
 
-def expand_ops(ops: list[Op]) -> None:
-    """Replaces ops by their expansions, in place; the new ops keep their location and phase.
+def expansion(builder: StepBuilder, op: Op, device: str = "") -> list[Value]:
+    """The results of an op by smaller ones: by the device's own rule where that fits, else by the op's."""
+    rule = EXPANSIONS.get(device, {}).get(op.name)
+    out = rule(builder, op) if rule is not None else None
+    if out is None:
+        out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
+    return [out] if isinstance(out, Value) else list(out)
+
+
+def expand_ops(ops: list[Op], device: str = "") -> None:
+    """Replaces ops by their expansions on a kind of device, in place; the new ops keep their location and phase.
 
     Readers are rewired once, after all expansions are there: a function's return may read a thousand of them.
     """
@@ -34,8 +47,7 @@ def expand_ops(ops: list[Op]) -> None:
     for op in ops:
         assert op.parent is not None
         builder = StepBuilder(op.parent, op, op.loc, op.phase)
-        out = op.definition.expand(builder, op)  # type: ignore[attr-defined]
-        new.update(zip(op.results, [out] if isinstance(out, Value) else list(out), strict=True))
+        new.update(zip(op.results, expansion(builder, op, device), strict=True))
     for user in dict.fromkeys(user for old in new for user in old.uses):
         user.set_operands([latest(v, new) for v in user.operands])
     for op in ops:
@@ -49,23 +61,27 @@ def latest(value: Value, new: dict[Value, Value]) -> Value:
     return value
 
 
-def expand_where(function: Op, wanted: Callable[[Op], bool]) -> int:
+def expand_where(function: Op, wanted: Callable[[Op], bool], device: str = "") -> int:
     """Expands every op of a function that is wanted, and what that gives, until none is left; returns how many."""
     block, count = function.regions[0].block, 0
     pending = [op for op in block if wanted(op)]
     while pending:
-        expand_ops(pending)
+        expand_ops(pending, device)
         count += len(pending)
         pending = [op for op in block if wanted(op)]
     return count
 
 
-def expanded(function: Op) -> Op:
-    """A copy of the function in which ops that only run through their expansion are expanded, with repeats merged."""
+def expanded(function: Op, device: torch.device | str | None = None) -> Op:
+    """A copy of the function in which ops that only run through their expansion are expanded, with repeats merged.
+
+    `device` is where it will run; without one it is as on a CPU.
+    """
+    kind = "" if device is None else torch.device(device).type
     root = module()
     copy = function.clone()
     root.regions[0].block.append(copy)
-    if expand_where(copy, needs_expansion):
+    if expand_where(copy, needs_expansion, kind):
         run_pipeline(root, "cse,dce")
     return copy
 

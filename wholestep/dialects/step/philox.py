@@ -36,7 +36,13 @@ def draw(
     Element i, in row-major order, takes word i (word i % 4 of block i // 4); a float64 takes words 2i and 2i + 1.
     """
     out = torch.empty(shape, dtype=dtype, device=device)
-    flat, per_element = out.view(-1), words_per_element(dtype)
+    draw_into(out, distribution, key, stream, chunk)
+    return out
+
+
+def draw_into(out: torch.Tensor, distribution: str, key: Sequence[int], stream: int, chunk: int = 0) -> None:
+    """Fills a tensor that lies row by row with random numbers."""
+    flat, per_element = out.view(-1), words_per_element(out.dtype)
     counter, keys = counter_words(key, stream), key_words(key[0])
     if not chunk:
         chunk = CHUNK.get(out.device.type, CHUNK["cpu"]) * (torch.get_num_threads() if out.device.type == "cpu" else 1)
@@ -48,7 +54,19 @@ def draw(
         if lanes is None or lanes.blocks != blocks:
             lanes = Lanes(blocks, out.device)
         fill(part, philox(lanes, start * per_element // 4, counter, keys), distribution)
-    return out
+
+
+#: `torch.ops.wholestep.random_` writes where it is told; a provider may bring a kernel for its device
+OPERATORS = torch.library.Library("wholestep", "DEF")
+OPERATORS.define("random_(Tensor(a!) out, Tensor key, str distribution, int stream) -> ()")
+
+
+def _random(out: torch.Tensor, key: torch.Tensor, distribution: str, stream: int) -> None:
+    draw_into(out, distribution, key.tolist(), stream)
+
+
+OPERATORS.impl("random_", _random, "CompositeExplicitAutograd")
+OPERATORS.impl("random_", lambda out, key, distribution, stream: None, "Meta")
 
 
 def words_per_element(dtype: torch.dtype) -> int:

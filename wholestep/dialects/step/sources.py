@@ -8,7 +8,7 @@ from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
 from ...ir.types import I64, TensorType
 from .base import LABELS, Roles, StepOp, step, torch_dtype
-from .philox import DISTRIBUTIONS, draw, words_per_element
+from .philox import DISTRIBUTIONS, words_per_element
 from .philox_ops import expand_random
 
 
@@ -81,13 +81,13 @@ class Random(StepOp):
 
     `uniform` is on [0, 1), `normal` is standard, `exponential` has rate 1 and is never 0. The bits are those of
     Philox4x32-10 (philox.py) on every device. Nothing is stored: backward asks again, so `cse` leaves an op per phase.
-    The key is read by the host and lives on the CPU, whatever device the numbers are made on.
+    The key lies on the CPU, where the host reads it, or on the device of the numbers, where a kernel does.
     """
 
     differentiable = False
     regenerated = True
     takes_device = True
-    key = Operand(IntTensor, "seed, step counter and micro-batch index, on the CPU")
+    key = Operand(IntTensor, "seed, step counter and micro-batch index")
     y = Result(FloatTensor)
     distribution = Attr("str", "which distribution", choices=DISTRIBUTIONS)
     stream = Attr("int", "number of this random op in the program")
@@ -100,7 +100,13 @@ class Random(StepOp):
     @staticmethod
     def evaluate(op):
         shape, dtype, stream, distribution = op.type.shape, torch_dtype(op.type.element), op.stream, op.distribution
-        return lambda key, device=None: draw(distribution, shape, dtype, key.tolist(), stream, device)
+
+        def run(key, device=None):
+            out = torch.empty(shape, dtype=dtype, device=device)
+            torch.ops.wholestep.random_(out, key, distribution, stream)
+            return out
+
+        return run
 
     @staticmethod
     def expand(b, op):

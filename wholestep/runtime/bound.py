@@ -1,0 +1,448 @@
+"""A plan bound to memory: one arena, every buffer a view of it, every launch a list of calls with their arguments fixed.
+
+Running it is a flat loop over those calls. What the host must compute first (schedules, counters) are Python numbers;
+kernels read them as numbers, or from cells: 0-d tensors that are filled before the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..backends.aten import lower
+from ..backends.host import host_function
+from ..backends.kernels import COPY, FILL, MUTATE, NEW, OUT, VIEW, Kernel, Number, Ref, Spec, replaced, scratch_places
+from ..dialects.step import constant_value, torch_dtype
+from ..errors import WholestepError
+from ..ir.core import Op
+from ..plan.plan import Launch, Plan
+from ..plan.planner import Planned
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class HostValue:
+    """A number of the host, where an argument of a call is one."""
+
+    buffer: int
+
+
+class Late:
+    """A call with numbers of the host among its arguments: they are looked up when it runs."""
+
+    __slots__ = ("args", "call", "kwargs", "values")
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]):
+        self.call, self.args, self.kwargs, self.values = call, args, kwargs, values
+
+    def __call__(self) -> None:
+        values = self.values
+
+        def now(value: Any) -> Any:
+            return values[value.buffer] if type(value) is HostValue else value
+
+        self.call(*[replaced(a, now) for a in self.args], **{k: replaced(v, now) for k, v in self.kwargs.items()})
+
+
+class Made:
+    """A call that makes its results itself: they are copied to their places."""
+
+    __slots__ = ("call", "outs")
+
+    def __init__(self, call: Callable[..., Any], outs: tuple[torch.Tensor | None, ...]):
+        self.call, self.outs = call, outs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        made = self.call(*args, **kwargs)
+        for out, value in zip(self.outs, made if isinstance(made, list | tuple) else (made,), strict=True):
+            if out is not None and value is not None:
+                out.copy_(value)
+
+
+class Choice:
+    """Copies one of two tensors, by a number of the host; nothing where the one chosen lies in its place already."""
+
+    __slots__ = ("condition", "moves", "values")
+
+    def __init__(self, values: list[Any], condition: int, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor):
+        self.values, self.condition = values, condition
+        self.moves = [None if same_memory(source, out) else (out, source) for source in (y, x)]
+
+    def __call__(self) -> None:
+        move = self.moves[bool(self.values[self.condition])]
+        if move is not None:
+            move[0].copy_(move[1])
+
+
+@dataclass(slots=True)
+class HostCall:
+    """Arithmetic on numbers of the host."""
+
+    function: Callable[..., Any]
+    reads: tuple[int, ...]
+    write: int
+
+
+class Cells:
+    """Numbers of the host in memory that kernels read: side by side on the device, so that one copy brings them all.
+
+    On a GPU the copy leaves from pinned memory and nobody waits for it, so a few sets of that memory take turns.
+    """
+
+    TURNS = 8
+
+    def __init__(self, planned: Planned, device: torch.device, key: torch.device | None = None):
+        self.device = device
+        wanted: dict[torch.dtype, list[int]] = {}
+        buffers = planned.plan.buffers
+        for launch, kernel in zip(planned.plan.launches, planned.kernels, strict=True):
+            for position, number in enumerate(launch.reads if kernel is not None else ()):
+                if buffers[number].space == "host" and not takes_number(kernel, position):
+                    numbers = wanted.setdefault(torch_dtype(buffers[number].type.element), [])
+                    if number not in numbers:
+                        numbers.append(number)
+        self.numbers = sorted(wanted.items(), key=lambda item: -item[0].itemsize)
+        sizes = [(torch.int64, 3), *((dtype, len(numbers)) for dtype, numbers in self.numbers)]
+        cuda = device.type == "cuda"
+        self.there = torch.zeros(sum(d.itemsize * n for d, n in sizes), dtype=torch.uint8, device=device)
+        parts = split_bytes(self.there, sizes)
+        self.tensors = {
+            number: part[i]
+            for part, (_, numbers) in zip(parts[1:], self.numbers, strict=True)
+            for i, number in enumerate(numbers)
+        }
+        #: seed, step and micro-batch, where random numbers are made
+        self.key = parts[0] if key is None or key == device else torch.zeros(3, dtype=torch.int64)
+        self.here = [
+            torch.zeros(self.there.shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(self.TURNS if cuda else 1)
+        ]
+        self.parts = [split_bytes(here, sizes) for here in self.here]
+        self.events = [torch.cuda.Event() for _ in self.here] if cuda else []
+        self.turn = 0
+
+    def fill(self, values: list[Any], key: Sequence[int]) -> None:
+        """Puts the numbers of a step where its kernels read them."""
+        turn = self.turn = (self.turn + 1) % len(self.here)
+        if self.events:
+            self.events[turn].synchronize()  # of the copy that left from here some steps ago
+        if self.key.device != self.there.device:
+            self.key.copy_(torch.tensor(key))
+        parts = self.parts[turn]
+        parts[0].copy_(torch.tensor(key))
+        for part, (dtype, numbers) in zip(parts[1:], self.numbers, strict=True):
+            part.copy_(torch.tensor([values[n] for n in numbers], dtype=dtype))
+        self.there.copy_(self.here[turn], non_blocking=True)
+        if self.events:
+            self.events[turn].record()
+
+
+def split_bytes(memory: torch.Tensor, sizes: list[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
+    """Bytes as vectors of these types and lengths, one after the other."""
+    parts, at = [], 0
+    for dtype, count in sizes:
+        parts.append(memory[at : at + count * dtype.itemsize].view(dtype))
+        at += count * dtype.itemsize
+    return parts
+
+
+@dataclass(slots=True)
+class Memory:
+    """Where the tensors of a plan are."""
+
+    plan: Plan
+    arena: torch.Tensor
+    arguments: Sequence[torch.Tensor | None]
+    cells: Cells
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The tensor of a buffer."""
+        found = self.known.get(number)
+        if found is None:
+            found = self.known[number] = self._make(number)
+        return found
+
+    def _make(self, number: int) -> torch.Tensor:
+        buffer, owner = self.plan.buffers[number], self.plan.owner(number)
+        if buffer.space == "host":
+            return self.cells.tensors[number]
+        dtype = torch_dtype(buffer.type.element)
+        if buffer.space == "arena":
+            start = self.plan.buffers[owner].offset
+            inner = buffer.offset if owner != number else 0
+            return self.at(start + inner, Spec(buffer.type.shape, buffer.strides, dtype))
+        base = self.arguments[owner] if buffer.space == "external" else self.constants[owner]
+        assert base is not None
+        if number == owner:
+            return base
+        offset = base.storage_offset() + buffer.offset // dtype.itemsize
+        return base.as_strided(buffer.type.shape, buffer.strides, offset)
+
+    def at(self, offset: int, spec: Spec) -> torch.Tensor:
+        """Memory of the arena as a tensor."""
+        if not spec.bytes:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self.arena.device)
+        flat = self.arena[offset : offset + spec.bytes].view(spec.dtype)
+        return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+
+
+class BoundPlan:
+    """A plan on given memory. `arguments` has a tensor for each argument that is not a number of the host."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        device: torch.device,
+        arguments: Sequence[torch.Tensor | None],
+        arena: torch.Tensor | None = None,
+        cells: Cells | None = None,
+    ):
+        self.planned, self.device = planned, device
+        plan = self.plan = planned.plan
+        self.ops = list(planned.function.regions[0].block)
+        if arena is None:
+            arena = torch.empty(plan.arena, dtype=torch.uint8, device=device)
+        self.arena = arena
+        self.cells = Cells(planned, device) if cells is None else cells
+        self.memory = Memory(plan, arena, arguments, self.cells)
+        #: numbers of the host, by buffer
+        self.values: list[Any] = [None] * len(plan.buffers)
+        self.host: list[HostCall] = []
+        self.calls: list[Call] = []
+        #: the position of the launch that each call belongs to, and the launch and op it comes from
+        self.origin: list[int] = []
+        self.sites: list[tuple[Launch, Op | None]] = []
+        #: numbers of the host that calls take as they are: a captured graph keeps them
+        self.taken: set[int] = set()
+        for number, buffer in enumerate(plan.buffers):
+            if buffer.space == "constant" and buffer.base < 0:
+                self.memory.constants[number] = lower(self.ops[buffer.op], device).run()
+        with torch.no_grad():
+            for position, launch in enumerate(plan.launches):
+                self.bind(position, launch)
+
+    # ---- numbers of the host -----------------------------------------------------------------------------------------
+
+    def compute_numbers(self) -> None:
+        """What follows from the numbers the step was given."""
+        values = self.values
+        for call in self.host:
+            values[call.write] = call.function(*[values[i] for i in call.reads])
+
+    # ---- launches ----------------------------------------------------------------------------------------------------
+
+    def bind(self, position: int, launch: Launch) -> None:
+        if launch.provider == "host":
+            op = self.ops[launch.op]
+            function = host_function(op)
+            assert function is not None
+            self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0]))
+            return
+        before = len(self.calls)
+        if launch.provider == "copy":
+            self.copy(self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0]))
+        elif launch.provider == "choose":
+            condition, x, y = launch.reads
+            tensors = [self.memory.tensor(n) for n in (x, y, launch.writes[0])]
+            self.calls.append((Choice(self.values, condition, *tensors), (), {}))
+        elif launch.provider == "micro_batches":
+            self.bind_micro_batches(launch)
+        else:
+            kernel = self.planned.kernels[position]
+            if kernel is None:
+                raise WholestepError(f"the plan has no kernel for {launch.name} of layer {launch.layer}")
+            self.bind_kernel(launch, kernel)
+        added = len(self.calls) - before
+        self.origin += [position] * added
+        missing = len(self.calls) - len(self.sites)
+        self.sites += [(launch, self.ops[launch.op] if launch.op >= 0 else None)] * missing
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        if not same_memory(out, source):
+            self.calls.append((out.copy_, (source,), {}))
+
+    def bind_kernel(self, launch: Launch, kernel: Kernel) -> None:
+        """The calls of a kernel on the memory of a launch."""
+        memory, buffers = self.memory, self.plan.buffers
+        used = [w >= 0 for w in launch.writes]
+        offsets, _ = scratch_places(kernel, used, self.plan.alignment)
+        tensors: dict[int, torch.Tensor] = {}
+        for position, number in enumerate(launch.reads):
+            if buffers[number].space != "host" or number in memory.cells.tensors:
+                tensors[position] = memory.tensor(number)
+        for result, number in zip(kernel.results, launch.writes, strict=True):
+            if number < 0 or result < 0:
+                continue
+            found, spec = memory.tensor(number), kernel.memory[result]
+            if tuple(found.shape) != spec.shape or found.stride() != spec.strides:
+                found = found.as_strided(spec.shape, spec.strides, found.storage_offset())
+            tensors[result] = found
+        if launch.workspace >= 0:
+            start = buffers[self.plan.owner(launch.workspace)].offset
+            for number, offset in offsets.items():
+                tensors[number] = memory.at(start + offset, kernel.memory[number])
+        for number, spec in kernel.memory.items():
+            if number not in tensors and not spec.bytes:
+                tensors[number] = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self.device)
+        late = False
+
+        def bound(value: Any) -> Any:
+            nonlocal late
+            if isinstance(value, Ref):
+                return tensors[value.number]
+            if isinstance(value, Number):
+                late = True
+                self.taken.add(launch.reads[value.operand])
+                return HostValue(launch.reads[value.operand])
+            return value
+
+        for step in kernel.steps:
+            late = False
+            args = replaced(step.args, bound)
+            kwargs = {k: replaced(v, bound) for k, v in step.kwargs.items()}
+            if step.kind == VIEW:
+                made = step.call(*args, **kwargs)
+                tensors.update(zip(step.makes, made if isinstance(made, list | tuple) else (made,), strict=True))
+                continue
+            call = step.call
+            if step.kind == COPY:
+                self.copy(*args)
+                continue
+            if step.kind == FILL:
+                out, value = args
+                call, args = out.fill_, (value,)
+            elif step.kind == OUT:
+                kwargs.update(zip(step.outs, [tensors[n] for n in step.makes], strict=True))
+            elif step.kind == NEW:
+                call = Made(call, tuple(tensors.get(n) if n >= 0 else None for n in step.makes))
+            else:
+                assert step.kind == MUTATE
+            self.calls.append((Late(call, args, kwargs, self.values), (), {}) if late else (call, args, kwargs))
+
+    def bind_micro_batches(self, launch: Launch) -> None:
+        """The body once per micro-batch, in the workspace of the launch; its results are gathered as they come."""
+        op, memory = self.ops[launch.op], self.memory
+        body = self.planned.bodies[launch.body]
+        arena = memory.tensor(launch.workspace)
+        inputs: list[torch.Tensor] = [memory.tensor(n) for n in launch.reads]
+        keys: dict[int, torch.Tensor] = {}
+        for i, kind in enumerate(op.given):
+            if kind == "key":
+                keys[i] = inputs[i].new_zeros(op.count, 3)
+                keys[i][:, 2] = torch.arange(op.count)
+                self.calls.append((keys[i][:, :2].copy_, (inputs[i][:2].expand(op.count, 2),), {}))
+        carry = {i: torch.empty_like(inputs[i]) for i, result in enumerate(op.carried) if result >= 0}
+        for number in range(op.count):
+            arguments = [
+                keys[i][number] if kind == "key" else x.chunk(op.count)[number] if kind == "split" else x
+                for i, (x, kind) in enumerate(zip(inputs, op.given, strict=True))
+            ]
+            if number:
+                arguments = [carry.get(i, x) for i, x in enumerate(arguments)]
+            inner = BoundPlan(body, self.device, arguments, arena)
+            self.sites += [(launch, op)] * (len(self.calls) - len(self.sites)) + inner.sites
+            self.calls += inner.calls
+            outputs = inner.results()
+            for i, (kind, write) in enumerate(zip(op.taken, launch.writes, strict=True)):
+                if write < 0:
+                    continue
+                out = memory.tensor(write)
+                if kind == "concat":
+                    self.copy(out.chunk(op.count)[number], outputs[i])
+                elif kind in ("sum", "mean") and number:
+                    self.calls.append((out.add_, (outputs[i],), {}))
+                elif kind != "last" or number == op.count - 1:
+                    self.copy(out, outputs[i])
+            for i, held in carry.items():
+                self.copy(held, outputs[op.carried[i]])
+        for kind, write in zip(op.taken, launch.writes, strict=True):
+            if kind == "mean" and write >= 0:
+                self.calls.append((memory.tensor(write).div_, (op.count,), {}))
+
+    def around(self, head: list[Call], tail: list[Call]) -> None:
+        """Calls that are not the program's own, before and after it."""
+        self.calls = [*head, *self.calls, *tail]
+        self.origin = [-1] * len(head) + self.origin + [-1] * len(tail)
+        watch = [(Launch(-1, (), (), "aten", name="watch"), None)]
+        self.sites = watch * len(head) + self.sites + watch * len(tail)
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def results(self) -> list[Any]:
+        """What the program gives, where it lies; numbers of the host are numbers."""
+        return [
+            self.values[r.buffer] if r.way == "host" else self.memory.tensor(r.buffer) for r in self.plan.results
+        ]
+
+    def run(self) -> None:
+        """One step: every call in turn."""
+        remaining = iter(self.calls)
+        try:
+            with torch.no_grad():
+                for call, args, kwargs in remaining:
+                    call(*args, **kwargs)
+        except Exception as error:
+            at = len(self.calls) - remaining.__length_hint__() - 1
+            found = error if isinstance(error, WholestepError) else at_launch(error, *self.sites[at])
+            found.launch_position = self.origin[at]  # type: ignore[attr-defined]
+            if found is error:
+                raise
+            raise found from error
+
+
+def at_launch(error: Exception, launch: Launch, op: Op | None) -> Exception:
+    """The error with the user's layer in it; torch's out-of-memory and runtime errors stay what they are."""
+    where = op.loc if op is not None else launch.layer
+    for kind in (torch.OutOfMemoryError, MemoryError, IndexError, RuntimeError):
+        if isinstance(error, kind):
+            return kind(f"{launch.name} of layer {where}: {error}")
+    return WholestepError(f"{launch.name} of layer {where}: {error}")
+
+
+def takes_number(kernel: Kernel, operand: int) -> bool:
+    """Whether a kernel takes an operand as a Python number."""
+    found = False
+
+    def look(value: Any) -> Any:
+        nonlocal found
+        found = found or value == Number(operand)
+        return value
+
+    for step in kernel.steps:
+        replaced(step.args, look)
+        replaced(tuple(step.kwargs.values()), look)
+    return found
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements in the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and all(a == b or n == 1 for n, a, b in zip(one.shape, one.stride(), other.stride(), strict=True))
+        and one.device == other.device
+    )
+
+
+def with_constants(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """A function on the operands that are not constants."""
+    template = [constant_value(v) for v in op.operands]
+    if all(c is None for c in template):
+        return function
+    if len(template) == 2:
+        left, right = template
+        if right is not None:
+            return lambda x: function(x, right)
+        return lambda y: function(left, y)
+
+    def run(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if c is None else c for c in template))
+
+    return run

@@ -1,0 +1,87 @@
+"""A bound plan as one CUDA graph: the first step runs launch by launch, the second is captured, all later are replayed.
+
+A launch that cannot be captured is named in one warning, and the steps go on launch by launch. Numbers of the host that
+kernels take as they are (betas, decay) are part of the graph: where one changes, the graph is captured again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .bound import BoundPlan
+
+#: after this many captures numbers that never stay are no reason to capture once more
+MOST_CAPTURES = 8
+
+
+class Graphed:
+    """Runs a bound plan on a GPU."""
+
+    def __init__(self, bound: BoundPlan):
+        self.bound = bound
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.kept: tuple[Any, ...] = ()
+        self.warm = False
+        self.captures = 0
+        #: why the steps run launch by launch; "" while they do not
+        self.refused = ""
+        #: bytes that kernels took beside the plan's memory in the first step
+        self.taken_by_kernels = 0
+
+    def numbers(self) -> tuple[Any, ...]:
+        return tuple([self.bound.values[i] for i in sorted(self.bound.taken)])
+
+    def run(self) -> None:
+        numbers = self.numbers()
+        if self.graph is not None and numbers == self.kept:
+            self.graph.replay()
+            return
+        if self.refused or not self.warm:
+            self.run_launches()
+            return
+        self.capture(numbers)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.bound.run()
+
+    def run_launches(self) -> None:
+        """Launch by launch; the first time also makes what libraries make on first use."""
+        if self.warm:
+            self.bound.run()
+            return
+        device = self.bound.device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self.bound.run()
+        self.warm = True
+        self.taken_by_kernels = torch.cuda.max_memory_allocated(device) - before
+
+    def capture(self, numbers: tuple[Any, ...]) -> None:
+        self.graph = None
+        if self.captures >= MOST_CAPTURES:
+            self.refuse("the optimizer's settings (betas, decay) change too often to be part of a graph")
+            return
+        self.captures += 1
+        bound, at = self.bound, -1
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(bound.device)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
+                for at, (call, args, kwargs) in enumerate(bound.calls):  # noqa: B007 - the handler names the launch
+                    call(*args, **kwargs)
+        except Exception as error:
+            launch = bound.sites[max(at, 0)][0]
+            where = f"{launch.name} of layer {launch.layer or '(none)'}"
+            self.refuse(f"{where} cannot be part of a CUDA graph: {str(error).splitlines()[0]}")
+            torch.cuda.synchronize(bound.device)
+            return
+        self.graph, self.kept = graph, numbers
+
+    def refuse(self, why: str) -> None:
+        self.refused = why
+        warnings.warn(f"the step runs launch by launch, which costs host time: {why}", stacklevel=2)

@@ -1,0 +1,138 @@
+"""One compiled program on the user's own tensors: bound once, then every step replays the same calls on the same memory.
+
+Parameters and optimizer state are updated where they live; a batch is copied to fixed buffers. On a GPU the calls become
+one CUDA graph. It is bound again when a tensor has moved, and planned again when one lies otherwise in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..backends.aten import device_random
+from ..capture.slots import Slot
+from ..dialects.step import torch_dtype
+from ..dialects.strides import row_major, same_places
+from ..plan import Plan
+from ..plan.planner import Planned
+from .bound import BoundPlan, Cells
+from .cuda_graph import Graphed
+
+
+class Unfit(Exception):
+    """The tensors of a step cannot be bound: some share memory, or are not what the step would update."""
+
+
+class StaticStep:
+    """Runs a planned program. `plan_for` plans it for arguments with these strides."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        numbers: Sequence[int],
+        device: torch.device,
+        strides: list[Any],
+        plan_for: Callable[[list[Any]], Planned],
+    ):
+        self.slots, self.numbers, self.device, self.plan_for = slots, frozenset(numbers), device, plan_for
+        self.planned = plan_for(strides)
+        self.batch = [(i, s.source[1]) for i, s in enumerate(slots) if s.kind == "batch"]
+        self.bound: BoundPlan | None = None
+        self.graph: Graphed | None = None
+        self.bindings = 0
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    # ---- binding -----------------------------------------------------------------------------------------------------
+
+    def bind(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Fixes the memory of every argument: the given tensors', or buffers of our own for the batch."""
+        strides = [self.strides_of(i, t) for i, t in enumerate(inputs)]
+        buffers = self.plan.buffers
+        for i, (have, tensor) in enumerate(zip(strides, inputs, strict=True)):
+            if i not in self.numbers and not same_places(tuple(tensor.shape), have, buffers[i].strides):
+                self.planned = self.plan_for(strides)
+                break
+        self.refuse_shared(inputs)
+        arena = None if self.bound is None or self.bound.plan is not self.plan else self.bound.arena
+        self.bound = self.graph = None  # the memory of the old binding goes first
+        key = self.device if self.device.type == "cpu" or device_random() else torch.device("cpu")
+        cells = Cells(self.planned, self.device, key)
+        arguments: list[torch.Tensor | None] = []
+        for i, (slot, tensor) in enumerate(zip(self.slots, inputs, strict=True)):
+            if i in self.numbers:
+                arguments.append(None)
+            elif slot.kind == "random_key":
+                arguments.append(cells.key)
+            elif slot.kind == "batch":
+                shape, dtype = slot.type.shape, torch_dtype(slot.type.element)
+                arguments.append(torch.empty(shape, dtype=dtype, device=self.device))
+            else:
+                arguments.append(tensor.detach())
+        self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells)
+        self.fixed = [(arguments[i], source) for i, source in self.batch]
+        self.bindings += 1
+        if self.device.type == "cuda":
+            self.graph = Graphed(self.bound)
+            drawn = [p for p in self.plan.launches if p.name == "step.random"]
+            if drawn and key.type == "cpu":
+                self.graph.refuse(f"{drawn[0].name} of layer {drawn[0].layer} asks the host for its key (no Triton)")
+
+    def strides_of(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
+        kind = self.slots[index].kind
+        return row_major(tuple(tensor.shape)) if kind in ("batch", "random_key") else tuple(tensor.stride())
+
+    def refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raises where an argument that the step changes lies in the memory of another one."""
+        changed = {r.argument for r in self.plan.results if r.argument >= 0}
+        spans: list[tuple[int, int, int]] = []
+        for i, tensor in enumerate(inputs):
+            if i in self.numbers or self.slots[i].kind in ("batch", "random_key") or not tensor.numel():
+                continue
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), i))
+        spans.sort()
+        reach, holder = -1, -1
+        for start, end, i in spans:
+            if start < reach and (i in changed or holder in changed):
+                raise Unfit(f"{self.slots[i].name} and {self.slots[holder].name} share memory")
+            if end > reach:
+                reach, holder = end, i
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Sequence[torch.Tensor], numbers: dict[int, float], key: Sequence[int]) -> list[Any]:
+        """One step: numbers of the host by argument, the batch's tensors, the random key. Gives the results where they
+        lie; they are valid until the next step."""
+        bound = self.bound
+        assert bound is not None
+        for fixed, source in self.fixed:
+            assert fixed is not None
+            fixed.copy_(batch[source], non_blocking=True)
+        values = bound.values
+        for index, number in numbers.items():
+            values[index] = number
+        bound.compute_numbers()
+        bound.cells.fill(values, key)
+        if self.graph is not None:
+            self.graph.run()
+        else:
+            bound.run()
+        return bound.results()
+
+    def written_before(self, error: BaseException) -> str:
+        """The first argument that the failed step had changed already; "" where it found everything as it was."""
+        bound = self.bound
+        position = getattr(error, "launch_position", None)
+        if bound is None or position is None:
+            return ""
+        for launch in self.plan.launches[:position]:
+            for number in launch.writes:
+                if number >= 0 and self.plan.buffers[number].space == "external":
+                    return self.slots[self.plan.owner(number)].name
+        return ""
