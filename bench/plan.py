@@ -1,6 +1,7 @@
 """What planning costs and what it brings: time against size, and peak memory against program order and lower bound.
 
-Run: `python bench/plan.py [--out DIR]`; `--small` is a dry run. bench/results/plan.md holds the record.
+Both kinds of plan are made: state that changes only when nothing else is left to do (CPU), and updates as early as they
+can be (CUDA). Run: `python bench/plan.py [--out DIR]`; `--small` is a dry run. bench/results/plan.md holds the record.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import pathlib
 import platform
 import sys
@@ -21,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from wholestep.api import PIPELINE, host_numbers  # noqa: E402
+from wholestep.backends import kernels  # noqa: E402
 from wholestep.capture.capture import capture  # noqa: E402
 from wholestep.dialects.move.verify import verify_plan  # noqa: E402
 from wholestep.dialects.step import StepBuilder  # noqa: E402
@@ -137,22 +140,49 @@ def recurrent(steps: int, width: int = 32, rows: int = 8) -> Op:
     return finish_function(function, [loss, *new], kinds, [{"step.kind": "loss"}, *words])
 
 
+#: the two kinds of plan: what `whole_updates` is, and what the tables call it
+KINDS = {"whole": (True, "state last (CPU)"), "early": (False, "updates early (CUDA)")}
+
+
 def measure(function: Op, numbers: list[int], repeats: int = 2) -> dict[str, Any]:
-    """Seconds to plan (the best of a few) and what came out."""
-    best, plan = float("inf"), None
-    for _ in range(repeats):
-        gc.collect()
+    """Seconds to plan (the best of a few) and what came out, for both kinds of plan."""
+    found: dict[str, Any] = {}
+    for kind, (whole, _) in KINDS.items():
+        best, plan = float("inf"), None
+        for _ in range(repeats):
+            plan = None
+            gc.collect()
+            start = time.perf_counter()
+            plan, expanded = plan_function(function, "cpu", numbers, whole_updates=whole)
+            best = min(best, time.perf_counter() - start)
+        assert plan is not None
+        text = plan_to_module(plan)
         start = time.perf_counter()
-        plan, expanded = plan_function(function, "cpu", numbers)
-        best = min(best, time.perf_counter() - start)
-    assert plan is not None
-    own, _ = plan_function(function, "cpu", numbers, omnimalloc=False)
-    text = plan_to_module(plan)
-    start = time.perf_counter()
-    verify_plan(text)
-    judged = time.perf_counter() - start
-    found = {"seconds": best, "verify_seconds": judged, "ops": len(expanded.regions[0].block), **figures(plan)}
-    return {**found, "arena_own_placers": own.arena}
+        verify_plan(text)
+        judged = time.perf_counter() - start
+        found["ops"] = len(expanded.regions[0].block)
+        found[kind] = {"seconds": best, "verify_seconds": judged, **figures(plan)}
+    return found | {"tracing_seconds": tracing_seconds(function, numbers)}
+
+
+def tracing_seconds(function: Op, numbers: list[int]) -> float:
+    """Seconds of one planning run that go into tracing kernels."""
+    spent, plain = 0.0, kernels.trace
+
+    def timed(*args: Any) -> Any:
+        nonlocal spent
+        start = time.perf_counter()
+        try:
+            return plain(*args)
+        finally:
+            spent += time.perf_counter() - start
+
+    kernels.trace = timed
+    try:
+        plan_function(function, "cpu", numbers)
+    finally:
+        kernels.trace = plain
+    return spent
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -179,36 +209,86 @@ def report(record: dict[str, Any]) -> str:
         "# Planning: what it costs and what it brings",
         "",
         f"{record['machine']}; torch {record['torch']}, omnimalloc {record['omnimalloc']}, Python {record['python']}. "
-        "Written by `python bench/plan.py`.",
+        f"Written by `python bench/plan.py`; load of the machine when it began: {record['load']:.2f}.",
         "",
-        "Arena: all memory of the step beside its arguments. *Program order* is the least arena that the program's own "
-        "order needs, in-place writes and donation included; *bound* the least that the chosen order needs; *gap* how "
-        "far the placement is from that. Seconds include expanding the optimizer's updates; *verify* is `verify_plan` "
-        "on the plan in the move dialect.",
+        "Plans are made for a CPU in both kinds: *state last*, as a CPU runs them (nothing of the model changes before "
+        "everything else is done), and *updates early*, as CUDA runs them. Arena: all memory of the step beside its "
+        "arguments. *Program order* is the least arena that the program's own order needs, in-place writes and donation "
+        "included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. Seconds "
+        "include expanding the optimizer's updates and tracing every kernel; *tracing* is the second of these alone, "
+        "for one plan; *verify* is `verify_plan` on the plan in the move dialect.",
         "",
-        "| network | ops | launches | seconds | verify | arena MiB | gap | program order MiB | saved by order |"
-        " order |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| network | plan | ops | launches | seconds | tracing | verify | arena MiB | gap | program order MiB |"
+        " saved by order | order |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for name, row in record["networks"].items():
-        gap, saved = row["arena"] / row["lower_bound"] - 1, 1 - row["lower_bound"] / row["program_order_bound"]
-        lines.append(
-            f"| {NETWORKS[name][2]} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | "
-            f"{row['verify_seconds']:.2f} | {row['arena'] * mega:.1f} | {gap:.2%} | "
-            f"{row['program_order_bound'] * mega:.1f} | {saved:.1%} | "
-            f"{row['order']} |"
-        )
-    for key, title in (("gpt2_layers", "GPT-2 by layers (width 192)"), ("recurrent", "An unrolled recurrent network")):
-        lines += ["", f"## {title}", "", "| | ops | launches | seconds | microseconds per op | verify | gap |"]
-        lines.append("|---|---:|---:|---:|---:|---:|---:|")
-        for name, row in record[key].items():
-            each = 1e6 * row["seconds"] / row["ops"]
-            gap = row["arena"] / row["lower_bound"] - 1
+    for name, found in record["networks"].items():
+        for kind, (_, title) in KINDS.items():
+            row = found[kind]
+            gap, saved = row["arena"] / row["lower_bound"] - 1, 1 - row["lower_bound"] / row["program_order_bound"]
             lines.append(
-                f"| {name} | {row['ops']} | {row['launches']} | {row['seconds']:.2f} | {each:.0f} | "
-                f"{row['verify_seconds']:.2f} | {gap:.2%} |"
+                f"| {NETWORKS[name][2]} | {title} | {found['ops']} | {row['launches']} | {row['seconds']:.2f} | "
+                f"{found['tracing_seconds']:.2f} | {row['verify_seconds']:.2f} | {row['arena'] * mega:.1f} | {gap:.2%} | "
+                f"{row['program_order_bound'] * mega:.1f} | {saved:.1%} | {row['order']} |"
             )
+    lines += ["", "## Growth", "", "![planning time against number of ops](plan.svg)"]
+    for key, title in SERIES.items():
+        lines += ["", f"### {title}", "", "| | plan | ops | launches | seconds | microseconds per op | verify | gap |"]
+        lines.append("|---|---|---:|---:|---:|---:|---:|---:|")
+        for name, found in record[key].items():
+            for kind, (_, what) in KINDS.items():
+                row = found[kind]
+                lines.append(
+                    f"| {name} | {what} | {found['ops']} | {row['launches']} | {row['seconds']:.2f} | "
+                    f"{1e6 * row['seconds'] / found['ops']:.0f} | {row['verify_seconds']:.2f} | "
+                    f"{row['arena'] / row['lower_bound'] - 1:.2%} |"
+                )
     return "\n".join(lines) + "\n"
+
+
+SERIES = {"gpt2_layers": "GPT-2 by layers (width 192)", "recurrent": "An unrolled recurrent network"}
+
+
+def plot(record: dict[str, Any]) -> str:
+    """Seconds to plan against ops, one line per network and kind of plan, as SVG."""
+    width, height, left, right, top, bottom = 720, 360, 56, 230, 36, 44
+    lines = [
+        (
+            f"{SERIES[key].removesuffix(' (width 192)')}: {title}",
+            [(f["ops"], f[kind]["seconds"]) for f in found.values()],
+        )
+        for key, found in ((k, record[k]) for k in SERIES)
+        for kind, (_, title) in KINDS.items()
+    ]
+    most = max(ops for _, points in lines for ops, _ in points)
+    longest = max(seconds for _, points in lines for _, seconds in points)
+
+    def at(ops: float, seconds: float) -> tuple[float, float]:
+        inner = height - top - bottom
+        return left + ops / most * (width - left - right), height - bottom - seconds / longest * inner
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="20" font-size="14">seconds to plan, by number of ops</text>',
+    ]
+    for i in range(5):
+        x, y = at(most * i / 4, longest * i / 4)
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.0f}" y2="{y:.0f}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{longest * i / 4:.1f}</text>')
+        parts.append(f'<text x="{x:.0f}" y="{height - 22}" text-anchor="middle">{most * i / 4:,.0f}</text>')
+    for i, (name, points) in enumerate(lines):
+        colour = ("#1f6feb", "#79b0ff", "#d1242f", "#f29a9f")[i]
+        drawn = " ".join("{:.1f},{:.1f}".format(*at(*p)) for p in points)
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for x, y in (at(*p) for p in points):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        for line, word in enumerate(name.split(": ")):
+            parts.append(
+                f'<text x="{width - right + 12}" y="{top + 16 + 40 * i + 15 * line}" fill="{colour}">{word}</text>'
+            )
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
@@ -221,6 +301,7 @@ def main() -> None:
     here = describe()
     record: dict[str, Any] = {
         "machine": f"{here.cpu}, {usable_cores()} cores",
+        "load": os.getloadavg()[0],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "omnimalloc": package_version("omnimalloc") or "not installed",
@@ -234,14 +315,15 @@ def main() -> None:
     for layers in (2, 4) if options.small else (2, 4, 8, 16, 32, 48):
         found = measure(*program_of(*gpt2(False, layers, 48 if options.small else 192)), repeats=1)
         record["gpt2_layers"][f"{layers} layers"] = found
-        print(layers, f"{found['seconds']:.2f}", flush=True)
+        print(layers, *(f"{found[k]['seconds']:.2f}" for k in KINDS), flush=True)
     for steps in (4, 16) if options.small else (16, 64, 160, 320, 640, 1290):
         found = measure(recurrent(steps), [], repeats=1)
         record["recurrent"][f"{steps} steps"] = found
-        print(steps, f"{found['seconds']:.2f}", flush=True)
+        print(steps, *(f"{found[k]['seconds']:.2f}" for k in KINDS), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "plan.json").write_text(json.dumps(record, indent=1) + "\n")
     (options.out / "plan.md").write_text(report(record))
+    (options.out / "plan.svg").write_text(plot(record))
 
 
 if __name__ == "__main__":

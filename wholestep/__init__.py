@@ -9,7 +9,8 @@ machine.protect()  # before torch's first matrix product: see machine/cpu.py
 from .api import compile, load  # noqa: E402
 from .errors import WholestepError  # noqa: E402
 from .integrations.fit import fit  # noqa: E402
+from .runtime.prefetch import prefetch  # noqa: E402
 from .runtime.train_step import TrainStep  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["TrainStep", "WholestepError", "__version__", "compile", "fit", "load"]
+__all__ = ["TrainStep", "WholestepError", "__version__", "compile", "fit", "load", "prefetch"]

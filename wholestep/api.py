@@ -13,17 +13,18 @@ from torch import nn
 from . import machine
 from .capture.capture import capture, named_state
 from .capture.structure import flatten
+from .dialects.strides import is_dense
 from .errors import InputError
 from .ir.collector import collector_paused
 from .ir.passes import run_pipeline
 from .ir.types import F16
 from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
-from .runtime.batches import first_micro_batch
-from .runtime.report import machine_of
 from .plan.planner import Planned, planned_function
+from .runtime.batches import first_micro_batch, flattened
+from .runtime.report import machine_of
 from .runtime.saved import read_step, reading
-from .runtime.static import StaticStep
+from .runtime.static import StaticStep, check_fits
 from .runtime.train_step import Compiled, TrainStep
 from .torch_private import has_backward_hooks, has_gradient_hooks
 from .training.build import Program, build_step
@@ -31,11 +32,14 @@ from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
 from .transforms import casts, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms import pad as filled_products  # noqa: F401
 from .transforms.budget import BudgetReport, fit_budget
-from .transforms.opportunity import transform
+from .transforms.opportunity import do_nothing, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "place-casts,cse,dce,regenerate"
+#: transformations that are taken wherever they are possible, by kind of device
+BY_ITSELF = {"cuda": ("pad",)}
 
 
 def compile(
@@ -54,6 +58,7 @@ def compile(
     shapes: str = "static",
     max_variants: int = 8,
     pad: Mapping[str, float] | None = None,
+    level: int = 3,
     memory_budget: str | int | float | None = None,
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
@@ -79,6 +84,8 @@ def compile(
     memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
         has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; results
         do not change by a bit. One that cannot be met is an error that says the least that can (docs/memory.md).
+    level: transformations up to this level are taken by themselves: 1 single ops, 2 neighbours, 3 the whole step,
+        4 devices and memories. 0 runs the program as it is, op by op.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
@@ -98,6 +105,7 @@ def compile(
         shapes=shapes,
         max_variants=max_variants,
         pad=pad,
+        level=level,
         memory_budget=memory_budget,  # type: ignore[arg-type]
         recipe=recipe,  # type: ignore[arg-type]
         force=force,  # type: ignore[arg-type]
@@ -149,17 +157,25 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
-    recipe = transform(program.module, recipe=options.recipe, force=options.force, forbid=options.forbid)
-    run_pipeline(program.module, "dce")
+    device = device_of(step.model, step.loss_fn)
+    policy = whatever(*BY_ITSELF[device.type]) if options.level and device.type in BY_ITSELF else do_nothing
+    recipe = transform(
+        program.module,
+        policy,
+        recipe=options.recipe,
+        force=options.force,
+        forbid=options.forbid,
+        levels=range(1, options.level + 1),
+    )
+    run_pipeline(program.module, "cse,dce" if recipe else "dce")
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
-        device = device_of(step.model, step.loss_fn)
         budget, more = fit_budget(
             program.module,
             program.function,
             device,
             host_numbers(program, step.optimizer),
-            argument_strides(program, step),
+            argument_strides(program, step, batch),
             options.memory_budget,
             machine_of(device),
             options.forbid,
@@ -173,13 +189,18 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         "passes": optimised_at - built_at,
         "verify": clock() - optimised_at,
     }
-    compiled = executable_of(step, program, plan, seconds, recipe)
+    compiled = executable_of(step, program, plan, seconds, recipe, batch)
     compiled.budget = budget
     return compiled
 
 
 def executable_of(
-    step: TrainStep, program: Program, plan: OptimizerPlan, seconds: dict[str, float], recipe: Sequence[str] = ()
+    step: TrainStep,
+    program: Program,
+    plan: OptimizerPlan,
+    seconds: dict[str, float],
+    recipe: Sequence[str] = (),
+    batch: Any = None,
 ) -> Compiled:
     """A program made ready to run for this step."""
     start = time.perf_counter()
@@ -189,14 +210,18 @@ def executable_of(
     def plan_for(strides: list[Any]) -> Planned:
         return planned_function(program.function, device, numbers, strides)
 
-    static = StaticStep(program.slots, numbers, device, argument_strides(program, step), plan_for)
+    static = None
+    if step.options.level:
+        static = StaticStep(program.slots, numbers, device, argument_strides(program, step, batch), plan_for)
+        check_fits(static.plan, device)
     seconds = {**seconds, "plan": time.perf_counter() - start}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
 
 
-def argument_strides(program: Program, step: TrainStep) -> list[tuple[int, ...] | None]:
+def argument_strides(program: Program, step: TrainStep, batch: Any) -> list[tuple[int, ...] | None]:
     """How the arguments of a program lie in memory; None for row by row. State to come lies as its parameter does."""
     captured = program.captured
+    given = None if batch is None else flattened(batch)[0]
     buffers = named_state(step.model, step.loss_fn)[1]
     found: list[tuple[int, ...] | None] = []
     for slot in program.slots:
@@ -211,6 +236,9 @@ def argument_strides(program: Program, step: TrainStep) -> list[tuple[int, ...] 
             parameter = captured.parameters[slot.source[1]]
             held = step.optimizer.state.get(parameter, {}) if slot.kind == "optimizer_state" else {}
             tensor = held.get(slot.source[2], parameter) if slot.kind == "optimizer_state" else parameter
+        elif slot.kind == "batch" and given is not None:
+            dense = is_dense(tuple(given[slot.source[1]].shape), tuple(given[slot.source[1]].stride()))
+            tensor = given[slot.source[1]] if dense else None
         fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == slot.type.shape
         found.append(tuple(tensor.stride()) if fits else None)
     return found

@@ -35,6 +35,10 @@ class InputError(WholestepError):
     """What was passed to `compile` or to a step does not fit: batch, device, dtype, optimizer."""
 
 
+class MemoryBudgetError(InputError):
+    """No way to run the step fits the memory budget; the message says the least that would do."""
+
+
 class SavedStepError(InputError):
     """A file that should hold a saved step does not: damaged, edited, or made for another model or optimizer."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -12,6 +13,8 @@ from .errors import InputError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHAPES = ("static", "bucket")
+#: bytes in the units of a memory budget
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Options:
     shapes: str = "static"
     max_variants: int = 8
     pad: Mapping[str, float] | None = None
+    #: transformations up to this level are taken by themselves; 0 also runs the program without a plan
+    level: int = 3
+    #: bytes as an int, or as a float a share of the peak without a budget; a text such as "24GB" becomes an int
+    memory_budget: int | float | None = None
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
@@ -57,6 +64,13 @@ class Options:
             if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                 raise InputError(f"{name} is a list of keys such as 'recompute */gelu#*', not {value!r}")
             object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
+        if isinstance(self.level, bool) or self.level not in range(5):
+            raise InputError(f"level is 0 (as written), 1, 2, 3 or 4 (all transformations), not {self.level!r}")
+        if self.memory_budget is not None and self.level < 3:
+            raise InputError(
+                f"memory_budget computes values again, which is a change of level 3, and level={self.level}"
+            )
         self._check_clipping()
         self._check_scaling()
         if not is_count(self.accumulate):
@@ -112,6 +126,22 @@ class Options:
         if not isinstance(found, dict) or any(k not in known for k in found):
             raise InputError(f"options must be a dictionary of {', '.join(known)}")
         return cls(**found)
+
+
+def parse_budget(given: Any) -> int | float | None:
+    """A memory budget in bytes (an int) or as a share (a float); InputError where it is neither."""
+    if given is None or is_count(given):
+        return given
+    if isinstance(given, float) and 0 < given <= 1:
+        return given
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", given)
+        if match and match[2].upper() in UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * UNITS[match[2].upper()])
+    raise InputError(
+        f'memory_budget is a size such as "24GB" or "500MiB", a number of bytes, or a share of the step\'s peak as a '
+        f"float above 0 and up to 1.0, not {given!r}"
+    )
 
 
 def is_number(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -113,9 +114,8 @@ def foreach_copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, as autograd counts it."""
-    return tensor._version
+#: how often a tensor was written in place, as autograd counts it; asked of many tensors on every step
+version_of = attrgetter("_version")
 
 
 @contextmanager
@@ -127,3 +127,19 @@ def silent_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def has_kernel(operator: Any, device: str) -> bool:
+    """Whether an operator has a kernel written for this kind of device; where torch has none, that of the CPU tells."""
+    schema = operator._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    key = {"cuda": "CUDA"}.get(device, "CPU")
+    if key == "CUDA" and not has("aten::add.out", "CUDA"):
+        key = "CPU"
+    return has(name, key)
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is nothing but calls of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")

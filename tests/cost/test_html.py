@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,7 +14,6 @@ from torch import nn
 import wholestep as ws
 from tests.cost.models import language_step, moved
 from wholestep.cost.html import buckets, page
-from wholestep.cost.roofline import roofline
 from wholestep.errors import InputError
 from wholestep.machine.description import load_description
 from wholestep.runtime.report import report_of
@@ -61,7 +61,7 @@ def parsed(text: str) -> Checker:
 
 def test_one_file_with_every_chart():
     movement = moved(language_step())
-    movement.roofline = roofline(movement.ledger, load_description("h200"))
+    movement.price(replace(load_description("h200"), cache_bytes=10_000))
     text = page(movement, "a model", 0.01, "the table")
     found = parsed(text)
     labels = {v for k, v in found.attributes if k == "aria-label"}
@@ -71,6 +71,7 @@ def test_one_file_with_every_chart():
     for heading in ("Bytes by cause", "Heaviest edges", "Heaviest kernels", "Bytes by phase", "Bytes by layer group"):
         assert heading in shown
     assert f"{movement.ratio:.2f}" in shown and "NVIDIA H200" in shown and "the table" in shown
+    assert "through a cache of " in shown
     assert "models.py" in shown  # the user's source line
 
 

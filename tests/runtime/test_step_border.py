@@ -228,7 +228,9 @@ def test_nothing_can_fail_once_the_state_changes(optimizer):
 def test_a_failure_after_that_says_what_happened(monkeypatch):
     _, _, step = prepared(True)
     failing(monkeypatch, lambda bound: len(bound.calls) - 1, RuntimeError)
-    with pytest.raises(WholestepError, match=r"after it had begun to change the model \(.*first\).*broken off\nLoad the"):
+    with pytest.raises(
+        WholestepError, match=r"after it had begun to change the model \(.*first\).*broken off\nLoad the"
+    ):
         step(X)
 
 
@@ -353,6 +355,10 @@ def test_real_ctrl_c_finds_a_step_border(tmp_path):
 
 def test_errors_of_a_step_are_ours_or_torchs(monkeypatch):
     _, _, step = prepared(False)
-    failing(monkeypatch, lambda bound: next(i for i, (launch, _) in enumerate(bound.sites) if launch.layer == "3"), ValueError)
+    failing(
+        monkeypatch,
+        lambda bound: next(i for i, (launch, _) in enumerate(bound.sites) if launch.layer == "3"),
+        ValueError,
+    )
     with pytest.raises(WholestepError, match=r"of layer 3 at .*: broken off"):
         step(X)

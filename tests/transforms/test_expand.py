@@ -12,6 +12,7 @@ from wholestep.errors import IRError
 from wholestep.ir.builtin import lookup
 from wholestep.ir.passes import run_pipeline
 from wholestep.runtime.executor import Executable
+from wholestep.transforms.expand import expanded
 
 TEXT = """
 "builtin.module"() ({
@@ -59,6 +60,28 @@ def test_required_expands_optimizers_alone() -> None:
     ir.verify(module)
     assert not any(op.name == "step.adam" for op in module.walk())
     assert {op.phase for op in module.walk() if op.name == "step.addcdiv"} == {"update"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        (torch.optim.AdamW, "step.fused_adamw"),
+        (torch.optim.Adam, "step.fused_adam"),
+        (torch.optim.SGD, "step.fused_sgd"),
+    ],
+)
+def test_updates_are_one_kernel_each_on_cuda(kind: type[torch.optim.Optimizer], fused: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    step = ws.compile(model, lambda m, x: m(x).sum(), optimizer, (torch.randn(4, 3),))
+    function = lookup(step.program(), "step")
+    plain, same, cuda = expanded(function), expanded(function, "cpu"), expanded(function, torch.device("cuda"))
+    texts = [[op.name for op in f.regions[0].block] for f in (plain, same, cuda)]
+    assert texts[0] == texts[1] and fused not in texts[0]
+    assert texts[2].count(fused) == 4
+    ours = [op for op in cuda.regions[0].block if op.phase == "update"]
+    assert all(op.name == fused or not any(r.type.rank for r in op.results) for op in ours)
+    assert [op.name for op in ours if op.name == "step.cast"] == ["step.cast"]  # one rate for all parameters
 
 
 def test_what_has_no_expansion_is_named() -> None:

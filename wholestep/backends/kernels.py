@@ -17,7 +17,7 @@ import torch
 from ..dialects.step import constant_value
 from ..dialects.strides import Strides, is_dense, row_major
 from ..ir.core import Op
-from ..torch_private import FakeTensorMode, TorchDispatchMode, has_kernel, schema_of
+from ..torch_private import FakeTensorMode, TorchDispatchMode, has_kernel, is_composite, schema_of
 
 #: what a step does with memory
 VIEW, OUT, NEW, COPY, FILL, MUTATE = "view", "out", "new", "copy", "fill", "mutate"
@@ -49,6 +49,25 @@ def _select_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, index: 
     return out
 
 
+def _pad(x: torch.Tensor, widths: Sequence[int], value: float = 0) -> torch.Tensor:
+    pairs = [(widths[i], widths[i + 1]) for i in range(0, len(widths), 2)][::-1]
+    first = x.dim() - len(pairs)
+    inner = x
+    for dim, (low, high) in enumerate(pairs, first):  # a negative width cuts
+        inner = inner.narrow(dim, max(-low, 0), x.shape[dim] - max(-low, 0) - max(-high, 0))
+    grown = [n + max(low, 0) + max(high, 0) for n, (low, high) in zip(inner.shape[first:], pairs, strict=True)]
+    out = x.new_empty([*x.shape[:first], *grown])
+    middle = out
+    for dim, (low, high) in enumerate(pairs, first):  # each border is as wide as what is inside of it by then
+        if low > 0:
+            middle.narrow(dim, 0, low).fill_(value)
+        if high > 0:
+            middle.narrow(dim, middle.shape[dim] - high, high).fill_(value)
+        middle = middle.narrow(dim, max(low, 0), inner.shape[dim])
+    middle.copy_(inner)
+    return out
+
+
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.index_select(weight, 0, indices.reshape(-1)).view(*indices.shape, weight.shape[1])
 
@@ -60,6 +79,7 @@ _BY_OTHERS: dict[str, Callable[..., Any]] = {
     "aten::slice_backward": _slice_backward,
     "aten::select_backward": _select_backward,
     "aten::embedding": _embedding,
+    "aten::constant_pad_nd": _pad,
 }
 #: numbers that stand for the numbers of the host while a call is traced: twice, to see what is computed from them
 _SENTINELS = ((0.7390851332151607, 0.0091), (0.5671432904097838, 0.0113))
@@ -134,6 +154,12 @@ class Kernel:
     def allocates(self) -> bool:
         return any(s.kind == NEW for s in self.steps)
 
+    @property
+    def makes(self) -> int:
+        """The most bytes of results that one of its operators makes by itself."""
+        made = [sum(self.memory[n].bytes for n in s.makes if n >= 0) for s in self.steps if s.kind == NEW]
+        return max(made, default=0)
+
 
 def collect(value: Any, into: set[int]) -> None:
     if isinstance(value, Ref):
@@ -205,6 +231,7 @@ class _Recorder(TorchDispatchMode):
         self.root: list[int] = []
         self.memory: dict[int, Spec] = {}
         self.steps: list[Step] = []
+        self.problem = ""
 
     def add(self, tensor: torch.Tensor, root: int = -1) -> int:
         number = len(self.tensors)
@@ -217,21 +244,36 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             number = self.number_of.get(id(value))
             if number is None:
-                raise Untraceable("it uses a tensor that is no operand")
+                self.problem = self.problem or "it uses a tensor that is no operand"
+                return value
             return Ref(number)
         if type(value) is float and value in self.numbers:
             return Number(self.numbers[value])
         return value
 
+    def refusal(self, name: str) -> str:
+        """Why a call with this operator cannot be a list of operators."""
+        if name in ("aten::_local_scalar_dense", "aten::item", "aten::nonzero"):
+            return f"it reads numbers ({name})"
+        if name.startswith("aten::mkldnn_") or "_rnn" in name or "_lstm" in name or "_gru" in name:
+            return f"{name} passes on memory whose size nothing but a real call tells"
+        return "it makes a tensor of Python numbers" if name == "aten::lift_fresh" else ""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = schema_of(func).name
-        if name in ("aten::_local_scalar_dense", "aten::item", "aten::nonzero"):
-            raise Untraceable(f"it reads numbers ({name})")
+        self.problem = self.problem or self.refusal(name)
+        if (
+            self.problem or func.namespace == "prim"
+        ):  # an exception would pass through C++ code that does not expect one: it is raised at the end
+            return func(*args, **kwargs)
+        if is_composite(func) and not has_kernel(func, self.device.type):
+            with self:
+                return func.decompose(*args, **kwargs)
         given = replaced(tuple(args), self.leaf)
         named = {k: replaced(v, self.leaf) for k, v in kwargs.items()}
-        if name == "aten::lift_fresh":
-            raise Untraceable("it makes a tensor of Python numbers")
+        if self.problem:
+            return func(*args, **kwargs)
         if name in _BY_OTHERS and (name != "aten::rsub" or torch.is_tensor(args[1])):
             with self:
                 return _BY_OTHERS[name](*args, **kwargs)
@@ -244,7 +286,11 @@ class _Recorder(TorchDispatchMode):
             if any(isinstance(t, torch.Tensor) for t in outputs):
                 self.fresh(NEW, func, given, named, outputs)
             return made
-        if gives_views(func) or name == "aten::_unsafe_view" or (len(tensors) == 1 and id(tensors[0]) in self.number_of):
+        if (
+            gives_views(func)
+            or name == "aten::_unsafe_view"
+            or (len(tensors) == 1 and id(tensors[0]) in self.number_of)
+        ):
             if len(tensors) == 1 and id(tensors[0]) in self.number_of:
                 return made
             base = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
@@ -276,7 +322,7 @@ class _Recorder(TorchDispatchMode):
 
     def compute(self, func: Any, given: Any, named: Any, tensors: list[torch.Tensor]) -> None:
         found = out_form(func, self.device.type)
-        if found is None or not self.lies_well(func, given):
+        if found is None or not self.lies_well(func, given, tensors):
             self.fresh(NEW, func, given, named, tensors)
             return
         call, outs = found
@@ -289,12 +335,14 @@ class _Recorder(TorchDispatchMode):
                 self.memory[number] = Spec(spec.shape, spec.strides, torch.float32)
         self.steps.append(Step(OUT, call, given, named, numbers, outs, torch.Tag.pointwise in func.tags))
 
-    def lies_well(self, func: Any, given: Any) -> bool:
-        """Whether the `out=` kernel is right for these operands: that of BatchNorm takes them to lie row by row."""
-        if schema_of(func).name != "aten::native_batch_norm":
+    def lies_well(self, func: Any, given: Any, made: list[torch.Tensor]) -> bool:
+        """Whether the `out=` kernel is right for these layouts: only those that go element by element take any."""
+        if torch.Tag.pointwise in func.tags:
             return True
-        x = self.tensors[given[0].number]
-        return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+        asked = made if schema_of(func).name != "aten::native_batch_norm" else [self.tensors[given[0].number], *made]
+        return all(
+            t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)) for t in asked
+        )
 
     def fresh(self, kind: str, func: Any, given: Any, named: Any, outputs: Sequence[Any]) -> None:
         numbers = tuple(self.own(t) if isinstance(t, torch.Tensor) else -1 for t in outputs)
@@ -314,13 +362,12 @@ class _Recorder(TorchDispatchMode):
                 number = self.number_of[id(tensor)]
                 root = self.root[number]
                 if root not in self.memory:
-                    raise Untraceable("it writes into an operand")
-                if number == root and self.memory[root].shape != tuple(tensor.shape):
+                    self.problem = "it writes into an operand"
+                    return made
+                if not self.memory[root].bytes and tensor.numel():
                     self.memory[root] = spec_of(tensor)  # an empty result that the call has made large enough
                 numbers.append(number)
-        self.steps.append(
-            Step(MUTATE, func, given, named, tuple(numbers), (), torch.Tag.pointwise in func.tags)
-        )
+        self.steps.append(Step(MUTATE, func, given, named, tuple(numbers), (), torch.Tag.pointwise in func.tags))
         return made
 
 
@@ -371,6 +418,8 @@ def record(
             recorder.add(tensor)
         with recorder:
             made = run(*given)
+    if recorder.problem:
+        raise Untraceable(recorder.problem)
     return recorder, list(made) if isinstance(made, list | tuple) else [made]
 
 
@@ -381,9 +430,7 @@ def same_steps(first: Any, second: Any) -> None:
             raise Untraceable("it computes with numbers of the host")
 
 
-def finish(
-    recorder: _Recorder, made: list[Any], operands: Sequence[Operand], wanted: Sequence[Spec]
-) -> Kernel:
+def finish(recorder: _Recorder, made: list[Any], operands: Sequence[Operand], wanted: Sequence[Spec]) -> Kernel:
     """Gives every result memory of its own, and works out what may be written over what."""
     steps, memory, root = recorder.steps, recorder.memory, recorder.root
     if len(made) != len(wanted):
@@ -507,7 +554,9 @@ class Kernels:
 
 def attribute_key(op: Op) -> tuple[Any, ...]:
     """What tells one call of an op from another, as a hashable value."""
-    return tuple((k, v if type(v) is int or type(v) is str else repr(v)) for k, v in op.attributes.items() if k != "phase")
+    return tuple(
+        (k, v if type(v) is int or type(v) is str else repr(v)) for k, v in op.attributes.items() if k != "phase"
+    )
 
 
 def scratch_places(kernel: Kernel, used: Sequence[bool], alignment: int) -> tuple[dict[int, int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,26 @@ class Captured:
 
 
 def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
-    """Captures the forward pass and the loss."""
-    exported = export(model, loss_fn, batch)
+    """Captures the forward pass and the loss.
+
+    The model is told that it is compiled; where that gives no program, that it is exported, and a warning says so.
+    """
+    try:
+        return capture_as(model, loss_fn, batch, exporting=False)
+    except CaptureError as error:
+        failure = str(error)
+    captured = capture_as(model, loss_fn, batch, exporting=True)
+    warnings.warn(
+        "the model was captured with torch.compiler.is_exporting() true, where a library may compute more than a step "
+        f"needs, such as masks; with is_compiling() alone it could not be: {failure}",
+        stacklevel=2,
+    )
+    return captured
+
+
+def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> Captured:
+    """One attempt to capture; `exporting` is what `torch.compiler.is_exporting()` tells the model."""
+    exported = export(model, loss_fn, batch, exporting)
     program = exported.program
     parameters, buffers, aliases = named_state(model, loss_fn)
     root = module()

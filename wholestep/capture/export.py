@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,15 @@ from ..errors import CaptureError, InputError, WholestepError
 from .custom_functions import AppliedFunction, traced_functions
 from .explain import explain, forward_line, refuse
 from .layerdrop import RandomBranches
-from .sandbox import Attributes, extreme_draws, keep_random_state, python_random_state, quiet, random_line
+from .sandbox import (
+    Attributes,
+    compiled_not_exported,
+    extreme_draws,
+    keep_random_state,
+    python_random_state,
+    quiet,
+    random_line,
+)
 from .structure import find_loss, flatten, unflatten
 
 
@@ -151,8 +160,11 @@ def _parameters(loss_fn: Any) -> tuple[list[str], list[str], bool, bool]:
     return required, [p.name for p in positional], more_positional, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
-    """Captures model and loss on this batch. The model, the batch and the random state are left as they were."""
+def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) -> Exported:
+    """Captures model and loss on this batch. The model, the batch and the random state are left as they were.
+
+    `exporting` is what `torch.compiler.is_exporting()` tells the model (see `compiled_not_exported`).
+    """
     tensors: list[torch.Tensor] = []
     names: list[str] = []
     structure = flatten(batch, tensors, names, "batch")
@@ -162,10 +174,11 @@ def export(model: nn.Module, loss_fn: Any, batch: Any) -> Exported:
 
     def trace() -> tuple[Any, dict[str, Any]]:
         notes: dict[str, Any] = {}
+        told = nullcontext() if exporting else compiled_not_exported()
         wrapper = Wrapper(model, loss_fn, call, structure, notes)
         branches = RandomBranches()
         try:
-            with torch.inference_mode(False), torch.enable_grad(), branches, traced_functions() as functions:
+            with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
                 program = torch.export.export(wrapper, inputs, strict=False)
         except WholestepError:
             raise

@@ -108,6 +108,31 @@ def random_line(run: Callable[[], Any]) -> Place | None:
     return found[0] if found else None
 
 
+# ---- what the model is told ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiled_not_exported() -> Iterator[None]:
+    """`torch.compiler.is_exporting()` answers False to all but torch itself; `is_compiling()` stays True.
+
+    An exported program may meet other lengths, so libraries make it more general than a step needs: transformers then
+    builds causal masks instead of asking for causal attention. While they compile they still read no values of the
+    batch and fill no caches with traced tensors.
+    """
+    truth = torch.compiler.is_exporting
+
+    def is_exporting() -> bool:
+        code = sys._getframe(1).f_code
+        # (TorchScript asks from C++, where the frame is that of a caller who does not speak of exporting)
+        return truth() and not (is_users(code.co_filename) and "is_exporting" in code.co_names)
+
+    torch.compiler.is_exporting = is_exporting
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting = truth
+
+
 # ---- attributes of modules -------------------------------------------------------------------------------------------
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)

@@ -21,7 +21,7 @@ TORCH_SERIES = ((2, 11), (2, 13))  # first and last that Wholestep is tested wit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
-    parser.add_argument("--calibrate", action="store_true", help="measure its speed, in under 20 seconds")
+    parser.add_argument("--calibrate", action="store_true", help="measure its speed, in under a minute")
     parser.add_argument("--write", metavar="FILE", help="with --calibrate: write the machine's description")
 
 
@@ -64,9 +64,20 @@ def run_calibration(as_json: bool, file: str | None) -> int:
 def show_speed(found: Description, console: Console) -> None:
     console.heading(f"{found.name}" + (f", {found.cores} threads" if found.cores else ""))
     rows = [("copy, read plus written", f"{found.bandwidth / 1e9:.1f} GB/s")]
+    for what, speed in (("reading alone", found.read_bandwidth), ("writing alone", found.write_bandwidth)):
+        if speed is not None:
+            rows.append((what, f"{speed / 1e9:.1f} GB/s"))
     rows += [(f"matrix products in {name}", f"{rate / 1e9:.1f} Gflop/s") for name, rate in found.gemm.items()]
     if found.launch_seconds is not None:
         rows.append(("one call of a small kernel", f"{found.launch_seconds * 1e6:.2f} us"))
+    if found.graph_launch_seconds is not None:
+        rows.append(("the same in a CUDA graph", f"{found.graph_launch_seconds * 1e6:.2f} us"))
+    if found.cache_bytes is not None:
+        rows.append(("last cache", f"{found.cache_bytes / 1e6:.1f} MB"))
+    if found.cache_share is not None:
+        rows.append(("share of it that holds data", f"{found.cache_share:.0%}"))
+    if found.cache_bandwidth is not None:
+        rows.append(("reading from it", f"{found.cache_bandwidth / 1e9:.1f} GB/s"))
     rows += [(name.replace("_", " "), f"{speed / 1e9:.1f} GB/s") for name, speed in found.links.items()]
     console.table(("what", "measured"), rows)
 

@@ -1,7 +1,7 @@
 """`wholestep explain SCRIPT_OR_STEP`: where every byte of a training step goes.
 
-A saved step is read as data: its program is priced, nothing of it runs. A Python script runs as `__main__` until its
-first compiled step has been called `--steps` times; then the script is stopped there and the step's report printed.
+A saved step is read as data: its program is planned and priced, nothing of it runs. A Python script runs as `__main__`
+until its first compiled step has been called `--steps` times; then it is stopped there and the step's report printed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
     import json
 
     from wholestep.cost import movement_of
+    from wholestep.cost.counting import host_arguments
     from wholestep.cost.html import page
-    from wholestep.runtime.report import executed_form
+    from wholestep.plan.planner import planned_function
     from wholestep.runtime.saved import read_content, reading
     from wholestep.runtime.saved_program import program_text
 
@@ -82,7 +83,8 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
     with reading(str(path)):
         programs = content["programs"]
         _, function = program_text(programs[-1]["text"], programs[-1]["entry"])
-        movement = movement_of(executed_form(function), machine)
+        planned = planned_function(function, "cpu", host_arguments(function))
+        movement = movement_of(planned, machine, "the bytes are those of its plan for a CPU")
     lines = [f"{path}: a step saved by Wholestep {content['made_with'].get('wholestep')}"]
     if len(programs) > 1:
         lines.append(f"it holds {len(programs)} programs, one per shape of the batch; this is the one used last")
@@ -97,13 +99,12 @@ def explain_script(
     path: Path, arguments: Sequence[str], steps: int, machine: Description | None
 ) -> tuple[str, str, str]:
     """Runs the script until its first step has run; text, JSON and HTML of that step's report."""
-    from wholestep.cost.roofline import roofline
     from wholestep.runtime.report import report_of
 
     step = first_step(path, arguments, steps)
     report = report_of(step)
     if machine is not None and report.movement is not None:
-        report.movement.roofline = roofline(report.movement.ledger, machine)
+        report.movement.price(machine)
     return str(report), report.rendered("json"), report.rendered("html")
 
 

@@ -34,5 +34,5 @@ class Bound:
 
 def fused_bound(ledger: Ledger) -> Bound:
     """The bound of the program a ledger was made of."""
-    heavy = sum(k.times * m.bytes for k in ledger.kernels if k.anchor for m in k.moves if not m.inside)
+    heavy = sum(k.times * k.least for k in ledger.kernels if k.anchor)
     return Bound(heavy, *ledger.state)

@@ -112,6 +112,10 @@ def headline(movement: Movement, measured: float | None) -> str:
         f"{size_text(movement.bound.total)} if all but its heavy ops and its state were free.</p>",
         f"<p>{ledger.launches} kernels, {flops_text(ledger.flops)}.</p>",
     ]
+    if movement.cached is not None:
+        lines.append(f"<p>{escape(movement.cache_line())}</p>")
+    if movement.note:
+        lines.append(f"<p>{escape(movement.note)}</p>")
     if movement.roofline is not None:
         lines += [f"<p>{escape(line)}</p>" for line in roofline_lines(movement.roofline, measured)]
     elif measured is not None:
@@ -206,7 +210,7 @@ def memory_chart(ledger: Ledger) -> str:
     curve = memory_curve(ledger)
     if not curve:
         return "<p>no kernel</p>"
-    peak, floor = max(curve), sum(b.bytes for b in ledger.buffers if b.producer < 0)
+    peak, floor = max(curve), ledger.lasting
     points = [max(curve[a:b]) for a, b in buckets(len(curve), MOST_POINTS)]
     top, bottom, left = 16, HEIGHT - 24, 70
     width = WIDTH - left - 10

@@ -6,26 +6,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..ir.core import Location
 from ..machine.description import Description
+from ..plan.planner import Planned
 from .bound import Bound, fused_bound
-from .ledger import CAUSES, IN_PLACE, Ledger, group_of, make_ledger
+from .cache import Traffic, through_cache
+from .counting import make_ledger
+from .ledger import CAUSES, Ledger, group_of
 from .roofline import Roofline, roofline
-from .storage import Executed
 
 
 @dataclass(slots=True)
 class Movement:
-    """The ledger of one step, its bound, and its time on a machine where one is described."""
+    """The ledger of one step, its bound, and its time on a machine where one is described.
+
+    `cached` is what reaches DRAM through that machine's cache, where its size is known. `note` says what is counted
+    where that is not what runs.
+    """
 
     ledger: Ledger
     bound: Bound
+    planned: Planned = field(repr=False)
     roofline: Roofline | None = None
+    cached: Traffic | None = None
+    cache_bytes: int = 0
+    note: str = ""
 
     @property
     def ratio(self) -> float:
@@ -55,6 +64,8 @@ class Movement:
             "heaviest edges": heaviest_edges(ledger, 20),
             "memory": {"peak": max(memory_curve(ledger), default=0), "curve": memory_curve(ledger)},
             "roofline": None if self.roofline is None else _roofline_dict(self.roofline),
+            "through cache": None if self.cached is None else _cached_dict(self.cached, self.cache_bytes),
+            "note": self.note,
         }
 
     def lines(self, movers: int = 6, groups: int = 0) -> list[str]:
@@ -84,7 +95,28 @@ class Movement:
             for row in top_movers(ledger, movers)
         ]
         lines.append(f"{ledger.launches} kernels, {flops_text(ledger.flops)}, {memory_text(ledger)}")
+        if self.cached is not None:
+            lines.append(self.cache_line())
+        if self.note:
+            lines.append(self.note)
         return lines
+
+    def cache_line(self) -> str:
+        """What reaches DRAM through the machine's cache, beside what the step moves."""
+        assert self.cached is not None
+        read, written = size_text(sum(self.cached.read)), size_text(sum(self.cached.written))
+        return (
+            f"through a cache of {size_text(self.cache_bytes)}: {size_text(self.cached.total)} of the "
+            f"{size_text(self.ledger.total)} reach DRAM, predicted ({read} read, {written} written)"
+        )
+
+    def price(self, machine: Description) -> None:
+        """Notes the time of a step on a machine, and what its cache lets through."""
+        self.roofline = roofline(self.ledger, machine)
+        capacity = machine.effective_cache
+        self.cached, self.cache_bytes = None, capacity or 0
+        if capacity is not None:
+            self.cached = through_cache(self.planned, capacity)
 
     def __str__(self) -> str:
         lines = self.lines(movers=10, groups=12)
@@ -93,10 +125,13 @@ class Movement:
         return "\n".join(lines)
 
 
-def movement_of(executed: Executed, machine: Description | None = None) -> Movement:
-    """The data movement of a step, priced on a machine if one is given."""
-    ledger = make_ledger(executed)
-    return Movement(ledger, fused_bound(ledger), None if machine is None else roofline(ledger, machine))
+def movement_of(planned: Planned, machine: Description | None = None, note: str = "") -> Movement:
+    """The data movement of a planned step, priced on a machine if one is given."""
+    ledger = make_ledger(planned)
+    movement = Movement(ledger, fused_bound(ledger), planned, note=note)
+    if machine is not None:
+        movement.price(machine)
+    return movement
 
 
 def roofline_lines(found: Roofline, measured: float | None) -> list[str]:
@@ -156,13 +191,9 @@ def edge(ledger: Ledger, buffer: int, consumer: int, size: int) -> dict[str, Any
 
 
 def memory_curve(ledger: Ledger) -> list[int]:
-    """Bytes in use while each kernel runs: what lasts from step to step, the batch, and what the step has made."""
-    change = [0] * (len(ledger.kernels) + 1)
-    for buffer in ledger.buffers:
-        if ledger.kernels and buffer.kind != IN_PLACE:
-            change[buffer.first] += buffer.bytes
-            change[buffer.last + 1] -= buffer.bytes
-    return list(accumulate(change[:-1]))
+    """Bytes in use while each kernel runs: what lasts from step to step, the batch, what the plan holds in its arena
+    then, and what the kernel allocates by itself."""
+    return [kernel.live for kernel in ledger.kernels]
 
 
 def mover_place(row: Mapping[str, Any]) -> str:
@@ -225,3 +256,7 @@ def _roofline_dict(found: Roofline) -> dict[str, Any]:
         "launch": found.launch,
         "unknown": list(found.unknown),
     }
+
+
+def _cached_dict(found: Traffic, capacity: int) -> dict[str, Any]:
+    return {"capacity": capacity, "read": sum(found.read), "written": sum(found.written), "total": found.total}

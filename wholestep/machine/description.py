@@ -17,6 +17,17 @@ from wholestep.errors import InputError
 
 VARIABLE = "WHOLESTEP_MACHINE"
 FORMAT = "wholestep machine"
+#: figures that a description may leave out
+OPTIONAL = (
+    "launch_seconds",
+    "graph_launch_seconds",
+    "read_bandwidth",
+    "write_bandwidth",
+    "cache_bytes",
+    "cache_share",
+    "cache_bandwidth",
+    "cores",
+)
 #: links between memories, in bytes per second
 LINKS = ("host_to_device", "device_to_host")
 
@@ -33,12 +44,27 @@ class Description:
     gemm: dict[str, float] = field(default_factory=dict)
     #: seconds that a call of one small kernel costs; None where nobody measured it
     launch_seconds: float | None = None
+    #: the same for a kernel of a CUDA graph
+    graph_launch_seconds: float | None = None
     #: launches are queued ahead of the device, so that only the longer of launch and work counts
     overlapped: bool = False
     links: dict[str, float] = field(default_factory=dict)
+    #: bytes per second of a kernel that only reads, and of one that only writes
+    read_bandwidth: float | None = None
+    write_bandwidth: float | None = None
+    #: the last cache before memory: its size as the system tells it, the share of it that holds data as a plain
+    #: least-recently-used cache would, and bytes read from it per second
+    cache_bytes: int | None = None
+    cache_share: float | None = None
+    cache_bandwidth: float | None = None
     #: of a CPU: the cores that were used
     cores: int | None = None
     sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def effective_cache(self) -> int | None:
+        """Bytes of the cache to count on; all of it where its share was not measured."""
+        return None if self.cache_bytes is None else int(self.cache_bytes * (self.cache_share or 1.0))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
@@ -58,10 +84,12 @@ def from_json(text: str, where: str) -> Description:
     if strange or absent:
         raise InputError(f"{where}: " + (f"it has no {absent[0]}" if absent else f"{strange[0]!r} is not known"))
     numbers = [given["bandwidth"], *entries(given, "gemm", where), *entries(given, "links", where)]
-    numbers += [n for n in (given.get("launch_seconds"), given.get("cores")) if n is not None]
+    numbers += [given[name] for name in OPTIONAL if given.get(name) is not None]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
             raise InputError(f"{where}: {number!r} is no speed; every figure is a positive number")
+    if (given.get("cache_share") or 0) > 1:
+        raise InputError(f"{where}: cache_share is {given['cache_share']}; a share is at most 1")
     texts = [given["name"], given["kind"], *entries(given, "sources", where)]
     if not all(isinstance(t, str) for t in texts) or given["kind"] not in ("cpu", "cuda"):
         raise InputError(f'{where}: name and sources are text, kind is "cpu" or "cuda"')

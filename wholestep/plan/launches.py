@@ -41,11 +41,15 @@ class Flat:
     provider: list[str] = field(default_factory=list)
     reads: list[tuple[int, ...]] = field(default_factory=list)
     writes: list[tuple[int, ...]] = field(default_factory=list)  # -1 where nobody reads a result
-    over: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)  # per write: positions in reads it may replace
+    over: list[tuple[tuple[int, ...], ...]] = field(
+        default_factory=list
+    )  # per write: positions in reads it may replace
     body: list[int] = field(default_factory=list)  # number of the plan that a launch of micro-batches runs
     workspace: list[int] = field(default_factory=list)  # the value that is memory for the launch alone
     kernel: list[Kernel | None] = field(default_factory=list)
-    raises: list[bool] = field(default_factory=list)  # whether the launch may fail: for its batch, or for lack of memory
+    raises: list[bool] = field(
+        default_factory=list
+    )  # whether the launch may fail: for its batch, or for lack of memory
 
     arguments: int = 0
     unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
@@ -63,9 +67,7 @@ class Flat:
         self.made_by.append(made_by)
         return number
 
-    def launch(
-        self, op: int, provider: str, reads: tuple[int, ...], kernel: Kernel | None = None
-    ) -> int:
+    def launch(self, op: int, provider: str, reads: tuple[int, ...], kernel: Kernel | None = None) -> int:
         self.op.append(op)
         self.provider.append(provider)
         self.reads.append(reads)
@@ -227,7 +229,7 @@ class _Flattener:
         self.describe(launch, op)
 
     def may_raise(self, op: Op, kernel: Kernel | None) -> bool:
-        """Whether a launch may fail: it looks numbers of the batch up, or makes memory. On a GPU neither stops a step."""
+        """Whether a launch may fail: it looks numbers of the batch up, or makes memory. On a GPU neither stops it."""
         if self.device.type != "cpu":
             return op.phase in ("forward", "loss") and op.name == "step.opaque"
         looks_up = any(v.type.element.kind == "int" and v.type.rank for v in op.operands)
@@ -265,7 +267,8 @@ class _Flattener:
         """
         flat = self.flat
         if self.device.type != "cpu":
-            return any(self.numbers[getattr(op, name)] == value for name in getattr(op.definition, "floats", ()))
+            taken = [getattr(op, name) for name in getattr(op.definition, "floats", ())]
+            return any(v is not None and self.numbers[v] == value for v in taken)
         if op.definition.name in ("step.axpy", "step.addcmul", "step.addcdiv", "step.lerp"):
             *others, scale = [self.numbers[v] for v in op.operands]
             return value == scale and not any(flat.kind[v] == HOST for v in others)
@@ -303,17 +306,19 @@ class _Flattener:
                 and flat.offset[value] == 0
                 and flat.bytes(root) == type.bytes
                 and same_places(type.shape, flat.strides[value], strides)
-                and self.alone(launch, value)
+                and self.alone(launch, value, candidates)
             ):
                 found.append(position)
         return tuple(found)
 
-    def alone(self, launch: int, value: int) -> bool:
-        """Whether no operand of the launch sees the memory of `value` otherwise."""
+    def alone(self, launch: int, value: int, candidates: Sequence[int]) -> bool:
+        """Whether every operand that sees the memory of `value` sees it alike and may be written over too."""
         flat, root = self.flat, self.flat.root[value]
         return all(
-            flat.type[v] is flat.type[value] and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
-            for v in flat.reads[launch]
+            position in candidates
+            and flat.type[v] is flat.type[value]
+            and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
+            for position, v in enumerate(flat.reads[launch])
             if flat.root[v] == root
         )
 

@@ -124,7 +124,7 @@ def local_search(
     best, best_order_ = found, order
     start = found.peak
     refused: set[tuple[int, int]] = set()
-    while moves > 0:
+    while moves > 0 and order:
         peak_at = peak_position(best, len(best_order_))
         move = next_move(graph, best_order_, peak_at, refused)
         if move is None:

@@ -50,14 +50,15 @@ class Launch:
     op: int  # number of the op in the planned function; -1 for a copy
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    provider: str  # aten, host, copy, micro_batches
+    provider: str  # aten, host, choose (one of two tensors, by a number of the host), copy, micro_batches
     in_place: tuple[tuple[int, int], ...] = ()
     stream: int = 0
     name: str = ""
     phase: str = ""
     layer: str = ""
     body: int = -1  # for micro_batches: number of the plan in `Plan.bodies`
-    workspace: int = -1  # for micro_batches: the buffer that is the arena of that plan
+    workspace: int = -1  # the buffer that is memory for the launch alone; for micro_batches the arena of that plan
+    makes: int = 0  # bytes that its provider allocates by itself while it runs
 
 
 @dataclass(slots=True)
@@ -102,8 +103,14 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """All memory of the step at its peak: the arena, the program's arguments and its constants."""
-        return self.arena + self.bytes_in("external") + self.bytes_in("constant")
+        """All memory of the step at its peak: the arena, the program's arguments, its constants, what kernels make."""
+        return self.arena + self.bytes_in("external") + self.bytes_in("constant") + self.made
+
+    @property
+    def made(self) -> int:
+        """The most bytes that the provider of one launch allocates by itself."""
+        own = max([launch.makes for launch in self.launches], default=0)
+        return max(own, *[body.made for body in self.bodies], 0)
 
     def owners(self) -> Iterator[tuple[int, Buffer]]:
         """The buffers that own memory of the arena."""

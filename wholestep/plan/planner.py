@@ -180,6 +180,7 @@ def fill(
                 flat.layer[launch],
                 flat.body[launch],
                 flat.workspace[launch],
+                0 if (kernel := flat.kernel[launch]) is None else kernel.makes,
             )
         )
     give_back(plan, flat, graph, found)

@@ -138,6 +138,8 @@ class _Writer:
             op.attributes["plan.body"] = launch.body
         if launch.workspace >= 0:
             op.attributes["plan.workspace"] = True
+        if launch.makes:
+            op.attributes["plan.makes"] = launch.makes
 
 
 def _positions(reads: tuple[int, ...], buffers: list[Buffer]) -> list[int]:
@@ -277,6 +279,7 @@ def _launch(op: Op, number_of: dict[Value, int]) -> Launch:
         op.loc.layer,
         body,
         workspace,
+        fields.get("plan.makes", 0),
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan bound to memory: one arena, every buffer a view of it, every launch a list of calls with their arguments fixed.
+"""A plan bound to memory: one arena, every buffer a view of it, every launch a list of calls with fixed arguments.
 
 Running it is a flat loop over those calls. What the host must compute first (schedules, counters) are Python numbers;
 kernels read them as numbers, or from cells: 0-d tensors that are filled before the loop.
@@ -6,6 +6,7 @@ kernels read them as numbers, or from cells: 0-d tensors that are filled before 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,8 @@ class Made:
         made = self.call(*args, **kwargs)
         for out, value in zip(self.outs, made if isinstance(made, list | tuple) else (made,), strict=True):
             if out is not None and value is not None:
+                if out.shape != value.shape:
+                    raise WholestepError(f"{self.call} gives {list(value.shape)} where {list(out.shape)} was planned")
                 out.copy_(value)
 
 
@@ -85,6 +88,36 @@ class HostCall:
     function: Callable[..., Any]
     reads: tuple[int, ...]
     write: int
+    kind: tuple[Any, ...]  # equal for calls that compute alike
+
+
+class HostNumbers:
+    """The arithmetic on numbers of the host. While all counters agree, what is computed alike is computed once."""
+
+    def __init__(self, calls: list[HostCall], counters: Sequence[int], needed: set[int]):
+        self.calls, self.counters = calls, list(counters)
+        alike: dict[int, Any] = dict.fromkeys(counters, "counter")
+        first: dict[Any, int] = {}
+        for call in calls:
+            key = (call.kind, tuple(alike.get(n, n) for n in call.reads))
+            first.setdefault(key, call.write)
+            alike[call.write] = key
+        stands_for = {call.write: first[alike[call.write]] for call in calls}
+        stands_for |= dict.fromkeys(counters, self.counters[0] if counters else -1)
+        self.once = [
+            HostCall(c.function, tuple(stands_for.get(n, n) for n in c.reads), c.write, c.kind)
+            for c in calls
+            if stands_for[c.write] == c.write
+        ]
+        self.copies = [(n, stands_for[n]) for n in sorted(needed) if stands_for.get(n, n) != n]
+
+    def compute(self, values: list[Any]) -> None:
+        one = len({values[n] for n in self.counters}) == 1
+        for call in self.once if one else self.calls:
+            values[call.write] = call.function(*[values[n] for n in call.reads])
+        if one:
+            for number, source in self.copies:
+                values[number] = values[source]
 
 
 class Cells:
@@ -100,7 +133,9 @@ class Cells:
         wanted: dict[torch.dtype, list[int]] = {}
         buffers = planned.plan.buffers
         for launch, kernel in zip(planned.plan.launches, planned.kernels, strict=True):
-            for position, number in enumerate(launch.reads if kernel is not None else ()):
+            if kernel is None:
+                continue
+            for position, number in enumerate(launch.reads):
                 if buffers[number].space == "host" and not takes_number(kernel, position):
                     numbers = wanted.setdefault(torch_dtype(buffers[number].type.element), [])
                     if number not in numbers:
@@ -201,6 +236,7 @@ class BoundPlan:
         arguments: Sequence[torch.Tensor | None],
         arena: torch.Tensor | None = None,
         cells: Cells | None = None,
+        counters: Sequence[int] = (),
     ):
         self.planned, self.device = planned, device
         plan = self.plan = planned.plan
@@ -225,14 +261,15 @@ class BoundPlan:
         with torch.no_grad():
             for position, launch in enumerate(plan.launches):
                 self.bind(position, launch)
+        needed = {*self.taken, *self.cells.tensors, *(r.buffer for r in plan.results if r.way == "host")}
+        needed.update(n for launch in plan.launches if launch.provider == "choose" for n in launch.reads[:1])
+        self.numbers = HostNumbers(self.host, counters, needed)
 
     # ---- numbers of the host -----------------------------------------------------------------------------------------
 
     def compute_numbers(self) -> None:
         """What follows from the numbers the step was given."""
-        values = self.values
-        for call in self.host:
-            values[call.write] = call.function(*[values[i] for i in call.reads])
+        self.numbers.compute(self.values)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +278,8 @@ class BoundPlan:
             op = self.ops[launch.op]
             function = host_function(op)
             assert function is not None
-            self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0]))
+            kind = (op.name, op.attributes.get("rounding"), *(repr(constant_value(v)) for v in op.operands))
+            self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0], kind))
             return
         before = len(self.calls)
         if launch.provider == "copy":
@@ -282,6 +320,9 @@ class BoundPlan:
             if tuple(found.shape) != spec.shape or found.stride() != spec.strides:
                 found = found.as_strided(spec.shape, spec.strides, found.storage_offset())
             tensors[result] = found
+            for position in range(kernel.operands):  # torch compares strides, even those of dimensions of size 1
+                if position in tensors and same_memory(tensors[position], found):
+                    tensors[position] = found
         if launch.workspace >= 0:
             start = buffers[self.plan.owner(launch.workspace)].offset
             for number, offset in offsets.items():
@@ -307,7 +348,13 @@ class BoundPlan:
             kwargs = {k: replaced(v, bound) for k, v in step.kwargs.items()}
             if step.kind == VIEW:
                 made = step.call(*args, **kwargs)
-                tensors.update(zip(step.makes, made if isinstance(made, list | tuple) else (made,), strict=True))
+                views = made if isinstance(made, list | tuple) else (made,)
+                base = next(a for a in args if isinstance(a, torch.Tensor))
+                if any(
+                    v.numel() and v.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() for v in views
+                ):
+                    raise WholestepError(f"{launch.name}: {step.call} was planned as a view and is a copy")
+                tensors.update(zip(step.makes, views, strict=True))
                 continue
             call = step.call
             if step.kind == COPY:
@@ -368,16 +415,25 @@ class BoundPlan:
         """Calls that are not the program's own, before and after it."""
         self.calls = [*head, *self.calls, *tail]
         self.origin = [-1] * len(head) + self.origin + [-1] * len(tail)
-        watch = [(Launch(-1, (), (), "aten", name="watch"), None)]
+        watch: list[tuple[Launch, Op | None]] = [(Launch(-1, (), (), "aten", name="watch"), None)]
         self.sites = watch * len(head) + self.sites + watch * len(tail)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
+    def outputs(self, which: Sequence[int]) -> list[Any]:
+        """Some of the results, where they lie; numbers of the host are tensors too."""
+        found: list[Any] = []
+        for i in which:
+            r = self.plan.results[i]
+            dtype = torch_dtype(self.plan.buffers[r.buffer].type.element)
+            found.append(
+                torch.tensor(self.values[r.buffer], dtype=dtype) if r.way == "host" else self.memory.tensor(r.buffer)
+            )
+        return found
+
     def results(self) -> list[Any]:
         """What the program gives, where it lies; numbers of the host are numbers."""
-        return [
-            self.values[r.buffer] if r.way == "host" else self.memory.tensor(r.buffer) for r in self.plan.results
-        ]
+        return [self.values[r.buffer] if r.way == "host" else self.memory.tensor(r.buffer) for r in self.plan.results]
 
     def run(self) -> None:
         """One step: every call in turn."""
@@ -387,12 +443,20 @@ class BoundPlan:
                 for call, args, kwargs in remaining:
                     call(*args, **kwargs)
         except Exception as error:
-            at = len(self.calls) - remaining.__length_hint__() - 1
+            at = len(self.calls) - operator.length_hint(remaining) - 1
             found = error if isinstance(error, WholestepError) else at_launch(error, *self.sites[at])
             found.launch_position = self.origin[at]  # type: ignore[attr-defined]
             if found is error:
                 raise
             raise found from error
+
+    def run_in_ranges(self, enter: Callable[[str], Any], leave: Callable[[], Any]) -> None:
+        """One step with every launch of the plan between `enter("ws:<its position>")` and `leave()`."""
+        with torch.no_grad():
+            for at, (call, args, kwargs) in enumerate(self.calls):
+                enter(f"ws:{self.origin[at]}")
+                call(*args, **kwargs)
+                leave()
 
 
 def at_launch(error: Exception, launch: Launch, op: Op | None) -> Exception:

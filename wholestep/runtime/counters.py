@@ -17,25 +17,26 @@ from ..training.optimizer_plan import OptimizerPlan
 
 
 class Counters:
-    """The numbers of one compiled program, once its optimizer state exists."""
+    """The numbers of one compiled program, once its optimizer state exists; `buffers` hold its results."""
 
     def __init__(
         self,
         program: Program,
         plan: OptimizerPlan,
         numbers: Sequence[int],
+        buffers: Sequence[int],
         optimizer: torch.optim.Optimizer,
         ema_weight: Callable[[], float],
         pack: bool,
     ):
         self.plan, self.ema_weight = plan, ema_weight
-        results = {r.slot.source: i for i, r in enumerate(program.results) if r.slot is not None}
+        results = {r.slot.source: b for r, b in zip(program.results, buffers, strict=True) if r.slot is not None}
         self.hypers: list[tuple[int, Slot]] = []
         #: numbers that stay as they are once the first step is over
         self.still: dict[int, float] = {}
-        #: argument, result (-1: it is only read) and tensor of each counter
+        #: argument, buffer of the new value (-1: it is only read) and tensor of each counter
         self.tensors: list[tuple[int, int, torch.Tensor]] = []
-        #: argument, result and place of each counter that is a Python number
+        #: argument, buffer and place of each counter that is a Python number
         self.plain: list[tuple[int, int, dict[str, Any], str]] = []
         for index in numbers:
             slot = program.slots[index]
@@ -81,7 +82,7 @@ class Counters:
         return found
 
     def write(self, outputs: Sequence[Any]) -> None:
-        """Puts the new numbers, by result, into the counters."""
+        """Puts the new numbers, by buffer, into the counters."""
         for _, result, tensor in self.tensors:
             if result >= 0:
                 tensor.fill_(outputs[result])

@@ -15,6 +15,8 @@ from .bound import BoundPlan
 
 #: after this many captures numbers that never stay are no reason to capture once more
 MOST_CAPTURES = 8
+#: bytes that a kernel may take unplanned without being mentioned: the allocator rounds up
+SLACK = 1 << 20
 
 
 class Graphed:
@@ -30,6 +32,8 @@ class Graphed:
         self.refused = ""
         #: bytes that kernels took beside the plan's memory in the first step
         self.taken_by_kernels = 0
+        #: ops whose kernels took more memory than the plan knew of, and how many bytes more
+        self.unplanned: dict[str, int] = {}
 
     def numbers(self) -> tuple[Any, ...]:
         return tuple([self.bound.values[i] for i in sorted(self.bound.taken)])
@@ -53,13 +57,24 @@ class Graphed:
         if self.warm:
             self.bound.run()
             return
-        device = self.bound.device
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        self.bound.run()
+        device, launches = self.bound.device, self.bound.plan.launches
+        before, at = torch.cuda.memory_allocated(device), -1
+
+        def enter(name: str) -> None:
+            nonlocal before, at
+            at = int(name.removeprefix("ws:"))
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+        def leave() -> None:
+            taken = torch.cuda.max_memory_allocated(device) - before
+            self.taken_by_kernels = max(self.taken_by_kernels, taken)
+            if at >= 0 and taken > launches[at].makes + SLACK:
+                name = launches[at].name
+                self.unplanned[name] = max(self.unplanned.get(name, 0), taken - launches[at].makes)
+
+        self.bound.run_in_ranges(enter, leave)
         self.warm = True
-        self.taken_by_kernels = torch.cuda.max_memory_allocated(device) - before
 
     def capture(self, numbers: tuple[Any, ...]) -> None:
         self.graph = None

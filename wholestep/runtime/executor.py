@@ -40,7 +40,7 @@ class Executable:
 
     def __init__(self, function: Op, device: torch.device | str = "cpu", numbers: Iterable[int] = ()):
         self.device = torch.device(device)
-        self.function = expanded(function)
+        self.function = expanded(function, self.device)
         block = self.function.regions[0].block
         assert block.last is not None
         self.arguments = len(block.arguments)

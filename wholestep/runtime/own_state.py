@@ -96,7 +96,9 @@ class OwnState:
                 self._places, self._samples = places, [sample(parameters[fqn]) for fqn in copied]
             self._sampled = bits(torch.cat(self._samples))
 
-    def follow_parameters(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def follow_parameters(
+        self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
         """Makes copies again whose parameters somebody else has written since the last planned step."""
         copied = self._copied(slots, parameters)
         if not copied or (self._counted is not None and list(map(version_of, copied)) == self._counted):

@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
-from ..backends.absorption import absorb_casts
-from ..cost import Executed, Movement, layer_group, movement_of
+from ..cost import Movement, layer_group, movement_of
 from ..cost.html import page
 from ..cost.movement import roofline_lines, size_text
-from ..dialects.step import ir_dtype, torch_dtype
-from ..dialects.step.control import root_of
+from ..dialects.step import torch_dtype
 from ..errors import InputError
-from ..ir.builtin import functions, lookup
+from ..ir.builtin import functions
 from ..ir.core import Op
 from ..machine.cpu import cpu_field
 from ..machine.description import Description, find_description
+from ..plan.planner import planned_function
 from ..training.build import sizes
-from ..transforms.expand import expanded
 from .batches import first_micro_batch
 from .cast_bytes import CastBytes, autocast_casts, program_casts
 
@@ -56,6 +54,8 @@ class Report:
     movement: Movement | None = field(default=None, repr=False)
     skipped: int | None = None
     loss_scale: float | None = None
+    #: how the step runs, and the memory its plan gives it
+    execution: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -91,6 +91,7 @@ class Report:
             if table:
                 lines.append(f"{title}: " + ", ".join(f"{name} x{n}" for name, n in sorted(table.items())))
         lines += self._state_lines()
+        lines += self._execution_lines()
         lines += self._precision_lines()
         if self.verified:
             lines.append("the first step was run in eager PyTorch too and agreed")
@@ -130,6 +131,32 @@ class Report:
         if self.skipped is not None:
             scale = "" if self.loss_scale is None else f"; the loss scale is {self.loss_scale:g}"
             lines.append(f"{self.skipped} updates were skipped for gradients that are not finite{scale}")
+        return lines
+
+    def _execution_lines(self) -> list[str]:
+        """How the step runs and in how much memory."""
+        found = self.execution
+        lines = [f"execution: {found['by']}"]
+        if found["why"]:
+            lines.append(f"  {found['why']}")
+        if "arena" not in found:
+            return lines
+        lines.append(
+            f"  {found['launches']} launches, order: {found['order']}; peak {size_text(found['peak'])}: arena "
+            f"{size_text(found['arena'])} ({found['gap']:.2%} above the least, {found['placer']}), arguments and "
+            f"constants {size_text(found['lasting'])}, kernels {size_text(found['made'])}"
+        )
+        if found["allocating"]:
+            shown = ", ".join(f"{name} x{n}" for name, n in found["allocating"].items())
+            lines.append(f"  launches whose kernels allocate their results and are copied: {shown}")
+        if found["untraced"]:
+            lines.append(f"  ops that run as a whole, for they could not be traced: {', '.join(found['untraced'])}")
+        if found["taken"]:
+            more = ", ".join(f"{name} {size_text(size)}" for name, size in found["unplanned"].items())
+            lines.append(
+                f"  kernels took {size_text(found['taken'])} beside the plan's memory in the first step"
+                + (f"; more than planned: {more}" if more else "")
+            )
         return lines
 
     def _precision_lines(self) -> list[str]:
@@ -186,9 +213,43 @@ def report_of(step: Any) -> Report:
         state=state_sizes(step),
         movement=movement_of_step(step),
         title=type(step.model).__name__,
+        execution=execution_of(compiled),
         skipped=None if skipped is None else int(skipped),
         loss_scale=None if scale is None else float(scale),
     )
+
+
+def execution_of(compiled: Any) -> dict[str, Any]:
+    """How a compiled program runs: from its plan, as a CUDA graph or launch by launch, or by the reference executor."""
+    static = compiled.static
+    if static is None:
+        return {"by": "the reference executor, which allocates as it goes", "why": compiled.unplanned}
+    plan, graph = static.plan, static.graph
+    by = "from the plan, launch by launch"
+    if graph is not None and not graph.refused:
+        by = "from the plan, as one CUDA graph" + ("" if graph.graph is not None else " from the second step on")
+    allocating: dict[str, int] = {}
+    for each in (plan, *plan.bodies):
+        for launch in each.launches:
+            if launch.makes:
+                allocating[launch.name] = allocating.get(launch.name, 0) + 1
+    return {
+        "by": by,
+        "why": graph.refused if graph is not None else "",
+        "launches": len(plan.launches),
+        "order": plan.order,
+        "placer": plan.placer,
+        "arena": plan.arena,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "lasting": plan.bytes_in("external") + plan.bytes_in("constant"),
+        "made": plan.made,
+        "peak": plan.peak,
+        "allocating": dict(sorted(allocating.items())),
+        "untraced": list(plan.assumed),
+        "taken": graph.taken_by_kernels if graph is not None else 0,
+        "unplanned": dict(sorted(graph.unplanned.items())) if graph is not None else {},
+    }
 
 
 def autocast_of(step: Any, low: Any) -> CastBytes | str:
@@ -217,23 +278,14 @@ def precision_by_group(module: Op) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items()))
 
 
-def executed_form(function: Op, form: Op | None = None) -> Executed:
-    """A function of a program as it is run: ops without a kernel expanded, casts absorbed. `form`: expanded already."""
-    form = expanded(function) if form is None else form
-    absorption = absorb_casts(form)
-    root = root_of(function)
-    bodies = {
-        op: executed_form(lookup(root, op.callee)) for op in form.regions[0].block if op.name == "step.micro_batches"
-    }
-    written = {op: ir_dtype(dtype) for op, dtype in absorption.written.items()}
-    return Executed(form, absorption.narrow, written, bodies)
-
-
 def movement_of_step(step: Any) -> Movement:
     """What one step of the program used last moves, priced on the machine it runs on if that is described."""
     compiled = step._compiled
-    executed = executed_form(compiled.program.function, compiled.executable.function)
-    return movement_of(executed, machine_of(compiled.device))
+    machine = machine_of(compiled.device)
+    if compiled.static is not None:
+        return movement_of(compiled.static.planned, machine)
+    planned = planned_function(compiled.program.function, compiled.device, compiled.numbers)
+    return movement_of(planned, machine, "the bytes are those of the plan, though the reference executor runs the step")
 
 
 def machine_of(device: torch.device) -> Description | None:

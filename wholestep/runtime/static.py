@@ -1,11 +1,12 @@
-"""One compiled program on the user's own tensors: bound once, then every step replays the same calls on the same memory.
+"""One compiled program on the user's own tensors: bound once, then every step replays the same calls in place.
 
-Parameters and optimizer state are updated where they live; a batch is copied to fixed buffers. On a GPU the calls become
-one CUDA graph. It is bound again when a tensor has moved, and planned again when one lies otherwise in memory.
+Parameters and optimizer state are updated where they live; a batch is copied to fixed buffers. On a GPU the calls
+become one CUDA graph. It is bound again when a tensor has moved, and planned again when one lies otherwise in memory.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from ..backends.aten import device_random
 from ..capture.slots import Slot
 from ..dialects.step import torch_dtype
-from ..dialects.strides import row_major, same_places
+from ..dialects.strides import same_places
+from ..errors import MemoryBudgetError
 from ..plan import Plan
 from ..plan.planner import Planned
 from .bound import BoundPlan, Cells
@@ -42,6 +44,8 @@ class StaticStep:
         self.bound: BoundPlan | None = None
         self.graph: Graphed | None = None
         self.bindings = 0
+        #: where every launch is to be announced to a profiler: what begins a range, what ends it
+        self.ranges: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -69,11 +73,12 @@ class StaticStep:
             elif slot.kind == "random_key":
                 arguments.append(cells.key)
             elif slot.kind == "batch":
-                shape, dtype = slot.type.shape, torch_dtype(slot.type.element)
-                arguments.append(torch.empty(shape, dtype=dtype, device=self.device))
+                laid, dtype = self.plan.buffers[i].strides, torch_dtype(slot.type.element)
+                arguments.append(torch.empty_strided(slot.type.shape, laid, dtype=dtype, device=self.device))
             else:
                 arguments.append(tensor.detach())
-        self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells)
+        counters = [i for i in sorted(self.numbers) if self.slots[i].kind == "optimizer_state"]
+        self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells, counters)
         self.fixed = [(arguments[i], source) for i, source in self.batch]
         self.bindings += 1
         if self.device.type == "cuda":
@@ -83,8 +88,9 @@ class StaticStep:
                 self.graph.refuse(f"{drawn[0].name} of layer {drawn[0].layer} asks the host for its key (no Triton)")
 
     def strides_of(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
-        kind = self.slots[index].kind
-        return row_major(tuple(tensor.shape)) if kind in ("batch", "random_key") else tuple(tensor.stride())
+        """How an argument lies in memory; a batch is copied to where it was planned."""
+        planned = index in self.numbers or self.slots[index].kind in ("batch", "random_key")
+        return self.plan.buffers[index].strides if planned else tuple(tensor.stride())
 
     def refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises where an argument that the step changes lies in the memory of another one."""
@@ -106,9 +112,9 @@ class StaticStep:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def __call__(self, batch: Sequence[torch.Tensor], numbers: dict[int, float], key: Sequence[int]) -> list[Any]:
-        """One step: numbers of the host by argument, the batch's tensors, the random key. Gives the results where they
-        lie; they are valid until the next step."""
+    def __call__(self, batch: Sequence[torch.Tensor], numbers: dict[int, float], key: Sequence[int]) -> BoundPlan:
+        """One step: numbers of the host by argument, the batch's tensors, the random key. Its results lie in the bound
+        plan until the next step."""
         bound = self.bound
         assert bound is not None
         for fixed, source in self.fixed:
@@ -119,11 +125,13 @@ class StaticStep:
             values[index] = number
         bound.compute_numbers()
         bound.cells.fill(values, key)
-        if self.graph is not None:
+        if self.ranges is not None:
+            bound.run_in_ranges(*self.ranges)
+        elif self.graph is not None:
             self.graph.run()
         else:
             bound.run()
-        return bound.results()
+        return bound
 
     def written_before(self, error: BaseException) -> str:
         """The first argument that the failed step had changed already; "" where it found everything as it was."""
@@ -136,3 +144,23 @@ class StaticStep:
                 if number >= 0 and self.plan.buffers[number].space == "external":
                     return self.slots[self.plan.owner(number)].name
         return ""
+
+
+def check_fits(plan: Plan, device: torch.device, total: int | None = None) -> None:
+    """Raises where a plan needs more memory than the device has: now, not when a step runs out of it."""
+    if total is None:
+        cuda = device.type == "cuda"
+        total = (
+            torch.cuda.get_device_properties(device).total_memory
+            if cuda
+            else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
+    if plan.peak <= total:
+        return
+    lasting = plan.bytes_in("external") + plan.bytes_in("constant")
+    raise MemoryBudgetError(
+        f"the step needs {plan.peak / 1e9:.2f} GB and {device} has {total / 1e9:.2f} GB: {plan.arena / 1e9:.2f} GB for "
+        f"what it computes, {lasting / 1e9:.2f} GB for parameters, optimizer state and the batch.\n"
+        f'Try: memory_budget="{int(total / 1e9 * 0.95)}GB" (computes values again instead of keeping them), '
+        'accumulate=2 or more, a smaller batch, or precision="bf16"'
+    )

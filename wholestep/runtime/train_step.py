@@ -1,12 +1,14 @@
 """`TrainStep`: the compiled step as the user holds it.
 
-Parameters, buffers and optimizer state stay in the user's own tensors and are updated there. Whatever may refuse a batch
-runs before the first of them changes, and signals wait, so an exception or Ctrl-C finds the model at a step border.
+Parameters, buffers and optimizer state stay in the user's own tensors and are updated there. Whatever may refuse a
+batch runs before the first of them changes, and signals wait, so an exception or Ctrl-C finds the model at a border
+between two steps.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import signal
 import threading
@@ -34,13 +36,14 @@ from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.budget import BudgetReport
 from ..transforms.opportunity import Opportunity, opportunities
 from . import own_state
 from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
 from .counters import Counters
 from .executor import Executable
-from .own_state import EagerStepNotice, OwnState
+from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .report import Report, report_of
 from .saved import write_step
@@ -49,6 +52,8 @@ from .unchanged import Snapshot
 from .verification import compare_with_eager
 
 SIGNALS = tuple(map(int, signal.valid_signals()))
+#: `signal.getsignal` without the detour through an enum
+HANDLER: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 
 
 class Compiled:
@@ -75,6 +80,8 @@ class Compiled:
         #: the transformations that were applied, by their keys
         self.recipe = list(recipe)
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
+        #: numbers of the results that are not new state
+        self.returned = [i for i, r in enumerate(program.results) if r.slot is None]
         #: whether the program may hold an update back, so that counters live on its device
         self.skips = any(s.kind == "scaler" for s in program.slots)
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
@@ -82,6 +89,8 @@ class Compiled:
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
         #: what the bound tensors were; None where they must be looked up and bound again
         self.snapshot: Snapshot | None = None
+        #: what was computed again to fit a memory budget
+        self.budget: BudgetReport | None = None
         self.counters: Counters | None = None
 
     @cached_property
@@ -116,6 +125,7 @@ class TrainStep:
         self.compilations = self.dropped = 0
         self.verified: bool | None = None
         self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
+        self._loss_news, self._latest_loss = News(), None
         self.optimizer_plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
         self._notice: Any = None
@@ -178,9 +188,36 @@ class TrainStep:
                 return compiled.static.plan
             return plan_function(compiled.program.function, compiled.device, compiled.numbers)[0]
 
+    def annotated(self, *batch: Any, **named: Any) -> Any:
+        """One step, launch by launch, each in a range `ws:<its number in step.plan()>` that profilers of a GPU show."""
+        with self._lock:
+            given, _ = self._fill(as_compiled(self.example_batch, batch, named))
+            static = self._variant(given)[0].static
+            if static is None:
+                raise InputError("this step has no plan to annotate: it runs through the reference executor")
+            nvtx = torch.cuda.nvtx
+            static.ranges = (nvtx.range_push, nvtx.range_pop) if self.device.type == "cuda" else (str, lambda: None)
+            try:
+                return self(*batch, **named)
+            finally:
+                static.ranges = None
+
+    def latest_loss(self) -> float | None:
+        """The loss of a recent step, as soon as it is there: never waits for the device. None until one has arrived."""
+        if self.last.loss is None:
+            return None
+        for value in self._loss_news.exchange(self.last.loss.detach().float().mean()):
+            self._latest_loss = value
+        return self._latest_loss
+
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         return opportunities(self.program())
+
+    @property
+    def budget(self) -> BudgetReport | None:
+        """What was done to keep to `memory_budget`, and what it costs; None without one."""
+        return self._compiled.budget
 
     @property
     def recipe(self) -> list[str]:
@@ -340,13 +377,13 @@ class TrainStep:
             compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
             self.verified = True
         with uninterrupted(), torch.no_grad():
-            user, norm, finite = None, None, None
             if compiled.static is not None:
-                outputs = self._run_planned(compiled, compiled.static, batch)
+                found = self._run_planned(compiled, compiled.static, batch)
             if compiled.static is None:
-                outputs = self._run_reference(compiled, batch)
-            user = [v for v, r in zip(outputs, program.results, strict=True) if r.kind in ("loss", "output")]
-            by_kind = {r.kind: v for v, r in zip(outputs, program.results, strict=True)}
+                found = self._run_reference(compiled, batch)
+            kinds = [program.results[i].kind for i in compiled.returned]
+            user = [v for v, kind in zip(found, kinds, strict=True) if kind in ("loss", "output")]
+            by_kind = dict(zip(kinds, found, strict=True))
             norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
             compiled.plan.finish(program.updated)
             mark_optimizer_called(self.optimizer)
@@ -389,7 +426,7 @@ class TrainStep:
             numbers = compiled.counters.read()
         installed = self._install(compiled, created)
         try:
-            outputs = static(batch, numbers, (own.seed, own.counter, 0))
+            bound = static(batch, numbers, (own.seed, own.counter, 0))
         except BaseException as error:
             written = static.written_before(error)
             compiled.snapshot = None
@@ -406,18 +443,16 @@ class TrainStep:
             raise
         if compiled.snapshot is None:
             pack = compiled.device.type == "cuda"
+            buffers = [r.buffer for r in static.plan.results]
             compiled.counters = Counters(
-                program, compiled.plan, compiled.numbers, self.optimizer, own.ema_weight, pack
+                program, compiled.plan, compiled.numbers, buffers, self.optimizer, own.ema_weight, pack
             )
             roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-        compiled.counters.write(outputs)  # type: ignore[union-attr]
+        compiled.counters.write(bound.values)  # type: ignore[union-attr]
         if compiled.snapshot is None:
             compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan)
         own.after_step(program.slots, parameters)
-        return [
-            None if r.slot is not None else v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v)
-            for v, r in zip(outputs, program.results, strict=True)
-        ]
+        return [v.clone() for v in bound.outputs(compiled.returned)]
 
     def _refuse_converted(self, compiled: Compiled, inputs: list[torch.Tensor], created: dict[str, Any]) -> None:
         """Raises where state of the optimizer is not a tensor that can be updated in place."""
@@ -447,10 +482,8 @@ class TrainStep:
         inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
         outputs = compiled.executable([t.detach() for t in inputs])
         lasting = storages([*inputs, *(t for _, t in compiled.executable.fixed if isinstance(t, torch.Tensor))])
-        kept = [  # before the parameters change
-            v.clone() if r.slot is None and storage(v) in lasting else v
-            for v, r in zip(outputs, program.results, strict=True)
-        ]
+        kept = [outputs[i] for i in compiled.returned]
+        kept = [v.clone() if storage(v) in lasting else v for v in kept]  # before the parameters change
         self._commit(compiled, inputs, outputs, created)
         return kept
 
@@ -586,8 +619,8 @@ def uninterrupted() -> Iterator[None]:
     received: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {}
     for number in SIGNALS:
-        handler = signal.getsignal(number)
-        if callable(handler) and not isinstance(handler, signal.Handlers):
+        handler = HANDLER(number)
+        if callable(handler):
             handlers[number] = handler
 
     def hold(number: int, frame: Any) -> None:

@@ -78,7 +78,7 @@ class OptimizerPlan(ABC):
         """Everything that the program depends on beyond the values of its inputs, as the optimizer stands now."""
 
     def settings(self) -> Hashable:
-        """The part of `structure` that is neither a tensor nor read by the program; None where all of it must be asked."""
+        """The part of `structure` that is neither a tensor nor an input; None where all of it must be asked."""
         return None
 
     @abstractmethod

@@ -124,6 +124,11 @@ def fewest_bytes(found: Sequence[Opportunity]) -> Opportunity | None:
     return best if best is not None and best.change.bytes < 0 else None
 
 
+def whatever(*names: str) -> Policy:
+    """The policy that takes every opportunity of these transformations."""
+    return lambda found: next((o for o in found if o.transformation in names), None)
+
+
 def transform(
     module: Op,
     policy: Policy = do_nothing,
@@ -131,17 +136,20 @@ def transform(
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
     limit: int = 10_000,
+    levels: Iterable[int] = (1, 2, 3, 4),
 ) -> list[str]:
     """Applies a recipe, then what is forced, then what the policy picks until it picks nothing; gives the recipe of it.
 
+    The policy sees what transformations of these levels find.
     `force` and `forbid` are keys or patterns such as "recompute */gelu#*"; one that fits nothing is an error.
     """
     done = [apply_key(module, key) for key in recipe]
     for pattern in force:
         done += apply_pattern(module, pattern)
     check_patterns(module, forbid)
-    while len(done) < limit:
-        possible = [o for o in opportunities(module) if not o.why_not and not matches(o, forbid)]
+    levels = tuple(levels)
+    while len(done) < limit and policy is not do_nothing:
+        possible = [o for o in opportunities(module, levels) if not o.why_not and not matches(o, forbid)]
         safe = [o for o in possible if _TRANSFORMATIONS[o.transformation].keeps_numerics]
         picked = policy(safe)
         if picked is None:

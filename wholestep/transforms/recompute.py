@@ -64,10 +64,15 @@ def copies_before(op: Op, first: Op, place: dict[Op, int]) -> dict[Value, Value]
         if value.op is None or not value.op.operands:
             continue
         for twin in value.op.operands[0].uses:
-            same = twin.definition is value.op.definition and twin.operands == value.op.operands
-            if same and twin.attributes.get("again") and place[twin] < place[first]:
+            if is_copy(twin, value.op) and place[twin] < place[first]:
                 found[value] = twin.results[value.op.results.index(value)]
     return found
+
+
+def is_copy(twin: Op, op: Op) -> bool:
+    """Whether an op is another one computed again: the same but for its phase."""
+    same = twin.definition is op.definition and twin.operands == op.operands
+    return same and twin.attributes == {**op.attributes, "phase": twin.phase, "again": True}
 
 
 def late_results(op: Op) -> list[Value]:

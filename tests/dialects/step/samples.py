@@ -303,6 +303,8 @@ _ADAFACTOR = {"row_var": positive(3, 1), "col_var": positive(1, 4), "variance": 
 def optimizer_operand(name: str, field) -> torch.Tensor | None:
     if name == "adafactor" and field.name in _ADAFACTOR:
         return _ADAFACTOR[field.name]
+    if field.name in getattr(step.ops[name], "device_numbers", ()):
+        return torch.tensor(3.0 if field.name == "new_step" else 0.5)
     if field.type.rank == 0:
         return torch.tensor(3.0 if field.name in ("step", "eta", "ax") else 0.5, dtype=torch.float64)
     return positive(3, 4, seed=len(field.name))

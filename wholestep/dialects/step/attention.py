@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and its gradients.
+"""Scaled dot-product attention and its gradients, by the fused kernels of CPU and CUDA where one fits.
 
 Shapes are [..., L, D] for q, [..., S, D] for k, [..., S, E] for v. The log-sum-exp of each row of scores is a result:
 backward makes the probabilities again from it and no [L, S] tensor is kept. A row in which everything is masked gives
@@ -14,6 +14,7 @@ import torch
 from ...ir.core import Op, Value
 from ...ir.dialect import AnyTensor, Attr, FloatTensor, Operand, Result
 from ...ir.types import I64, TensorType
+from . import attention_cuda
 from .base import LABELS, Roles, StepOp, step, torch_dtype
 from .support import present, spread, wide
 
@@ -104,7 +105,12 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     """A boolean mask as numbers to add: 0 where it holds, minus infinity elsewhere."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def cuda_kernel(op: Op, device: torch.device) -> str:
+    """The fused kernel for an op on this device; "" where there is none: on other devices, and where none fits."""
+    return attention_cuda.fused_kernel(op, *attention_cuda.gpu_of(device)) if device.type == "cuda" else ""
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
@@ -121,9 +127,9 @@ def row_logsumexp(q, k, mask, causal: bool, scale: float, dtype: torch.dtype) ->
         scores = scores + mask
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = scores.masked_fill(seen.logical_not(), float("-inf"))
     out = torch.logsumexp(scores, -1)
-    return out.masked_fill(out == float("-inf"), 0.0)
+    return out.masked_fill(out.eq(float("-inf")), 0.0)
 
 
 def math_gradients(op: Op, wanted: list[str]):
@@ -223,6 +229,8 @@ class Attention(AttentionLike):
 
         def run(q, k, v, mask):
             mask = additive(mask, q.dtype)
+            if kernel := cuda_kernel(op, q.device):
+                return attention_cuda.forward(kernel, q, k, v, mask, causal, scale)
             if fused and q.device.type == "cpu":
                 return aten._scaled_dot_product_flash_attention_for_cpu.default(
                     packed(q), packed(k), packed(v), 0.0, causal, attn_mask=mask, scale=scale
@@ -292,10 +300,13 @@ class AttentionGrad(AttentionBackward):
         reference = math_gradients(op, ["q", "k", "v"])
 
         def run(dout, q, k, v, out, logsumexp, mask):
+            mask = additive(mask, q.dtype)
+            if kernel := cuda_kernel(op, q.device):
+                return attention_cuda.backward(kernel, dout, q, k, v, out, logsumexp, mask, causal, scale)
             if fused and q.device.type == "cpu":
                 operands = (packed(dout), packed(q), packed(k), packed(v), out, logsumexp)
                 return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-                    *operands, 0.0, causal, attn_mask=additive(mask, q.dtype), scale=scale
+                    *operands, 0.0, causal, attn_mask=mask, scale=scale
                 )
             return reference(dout, q, k, v, mask)
 

@@ -1,0 +1,115 @@
+"""A kernel in given memory gives, bit for bit, what its call gives in memory of its own, however operands lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dialects.step.samples import SAMPLES
+from wholestep.backends.kernels import COPY, NEW, OUT, Number, Operand, Spec, out_form, trace
+from wholestep.dialects.step import StepBuilder, step, tensor_type
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.plan.planner import planned_function
+from wholestep.runtime.bound import BoundPlan
+from wholestep.runtime.executor import Executable
+
+CPU = torch.device("cpu")
+ELSEWHERE = {"micro_batches"}  # has its own tests: it needs a function beside it
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.contiguous(), other.contiguous()
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the first dimension innermost in memory."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
+
+
+def run_both(name: str, operands: list[Any], attributes: dict[str, Any], lie: Any) -> None:
+    flat = [v for o in operands for v in (o if isinstance(o, list) else [o]) if v is not None]
+    inputs = [lie(t) for t in flat]
+    root = module()
+    function = add_function(root, "f", [tensor_type(t) for t in inputs])
+    arguments = iter(function.regions[0].block.arguments)
+    b = StepBuilder(function.regions[0].block, phase="forward")
+    values = [
+        None if o is None else [next(arguments) for _ in o] if isinstance(o, list) else next(arguments)
+        for o in operands
+    ]
+    made = getattr(b, name)(*values, **attributes)
+    results = list(made) if isinstance(made, list | tuple) else [made]
+    finish_function(function, results)
+    want = Executable(function)([t.clone() for t in inputs])
+    planned = planned_function(function, CPU, strides=[tuple(t.stride()) for t in inputs])
+    kept = [t.clone() for t in inputs]
+    bound = BoundPlan(planned, CPU, inputs)
+    bound.arena.fill_(255)
+    for _ in range(2):  # a second run must not depend on what the first left behind
+        bound.run()
+        for mine, theirs in zip(bound.results(), want, strict=True):
+            assert same_bits(mine, theirs), name
+    assert all(same_bits(a, c) for a, c in zip(inputs, kept, strict=True)), "an operand was changed"
+
+
+@pytest.mark.parametrize("lie", [torch.Tensor.contiguous, turned], ids=["row by row", "turned"])
+@pytest.mark.parametrize("name", sorted(set(SAMPLES) - ELSEWHERE))
+def test_every_op(name: str, lie: Any) -> None:
+    torch.manual_seed(0)
+    assert f"step.{name}" in {f"step.{d}" for d in SAMPLES} and step.ops
+    for operands, attributes in SAMPLES[name]:
+        run_both(name, operands, attributes, lie)
+
+
+def spec(*shape: int) -> Spec:
+    return Spec(shape, tuple(torch.empty(shape).stride()), torch.float32)
+
+
+def test_out_kernels_are_used_where_there_are_any() -> None:
+    kernel, why = trace(
+        lambda x, y: (x @ y).relu(), [Operand(spec(3, 4), "cpu"), Operand(spec(4, 5), "cpu")], [spec(3, 5)], CPU
+    )
+    assert not why and [s.kind for s in kernel.steps] == [OUT, OUT] and not kernel.allocates
+    assert len(kernel.scratch) == 1 and kernel.makes == 0
+
+
+def test_others_make_their_result_and_say_so() -> None:
+    layer_norm = torch.ops.aten.native_layer_norm.default
+    assert out_form(layer_norm, "cpu") is None
+    kernel, why = trace(
+        lambda x: layer_norm(x, [4], None, None, 1e-5)[0], [Operand(spec(3, 4), "cpu")], [spec(3, 4)], CPU
+    )
+    assert not why and [s.kind for s in kernel.steps] == [NEW]
+    assert kernel.allocates and kernel.makes >= 3 * 4 * 4
+
+
+def test_what_may_be_written_over() -> None:
+    square = spec(4, 4)
+    kernel, _ = trace(torch.add, [Operand(square, "cpu")] * 2, [square], CPU)
+    assert kernel.over == [frozenset({0, 1})]
+    kernel, _ = trace(torch.mm, [Operand(square, "cpu")] * 2, [square], CPU)
+    assert kernel.over == [frozenset()]
+    kernel, _ = trace(lambda x, y: x.t() + y, [Operand(square, "cpu")] * 2, [square], CPU)
+    assert kernel.over == [frozenset({1})]  # the first is read in another order than the sum is written
+    kernel, _ = trace(lambda x: x.t().contiguous(), [Operand(square, "cpu")], [square], CPU)
+    assert [s.kind for s in kernel.steps if s.kind != "view"] == [COPY] and kernel.over == [frozenset()]
+    kernel, _ = trace(lambda x, y: (x * 2 @ y) + x, [Operand(square, "cpu")] * 2, [square], CPU)
+    assert 0 in kernel.over[0] and 1 in kernel.over[0]
+
+
+def test_numbers_of_the_host_stay_open() -> None:
+    number = Operand(None, "cpu")
+    kernel, why = trace(lambda x, s: torch.add(x, x, alpha=s), [Operand(spec(3), "cpu"), number], [spec(3)], CPU)
+    assert not why and kernel.steps[0].kwargs["alpha"] == Number(1)
+    kernel, why = trace(lambda x, s: x * (1 - s), [Operand(spec(3), "cpu"), number], [spec(3)], CPU)
+    assert "computes with numbers of the host" in why and [s.kind for s in kernel.steps] == [NEW]
+
+
+def test_what_decides_by_data_runs_as_a_whole() -> None:
+    kernel, why = trace(lambda x: x + float(x.sum()), [Operand(spec(3), "cpu")], [spec(3)], CPU)
+    assert why and [s.kind for s in kernel.steps] == [NEW]

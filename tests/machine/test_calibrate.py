@@ -1,0 +1,77 @@
+"""Calibration: what can be judged without a GPU, and the whole of it where there is one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from wholestep.errors import InputError
+from wholestep.machine import calibrate as calibration
+from wholestep.machine.calibrate import cache_end, cpu_cache_bytes, judge_cache
+from wholestep.machine.description import Description, from_json, shipped
+
+
+def test_the_last_cache_is_the_largest(tmp_path):
+    for number, size in enumerate(["32K", "512K", "32M", "strange"]):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(size + "\n")
+    assert cpu_cache_bytes(str(tmp_path)) == 32 << 20
+    assert cpu_cache_bytes(str(tmp_path / "absent")) is None
+
+
+@pytest.mark.parametrize(
+    ("costs", "end"),
+    [
+        ([1.0, 1.0, 2.0, 2.0], 0.75),  # half-way between the second and the third size
+        ([1.2, 1.0, 1.0, 2.0], 2.5),
+        ([1.0, 1.05, 1.02, 1.1], None),  # no cache to be seen
+        ([3.0, 1.0, 1.4, 1.6], 0.5 + 0.5 * 0.3 / 0.4),  # a slow first size is none
+    ],
+)
+def test_the_end_of_the_cache(costs, end):
+    found = cache_end([0.25, 0.5, 1.0, 4.0], costs)
+    assert found == (None if end is None else pytest.approx(end))
+
+
+def test_a_cache_is_told_from_memory_although_every_kernel_costs_something():
+    """Six bytes per unit of time from a cache of 90, four from memory, three units for a kernel of any size."""
+    sizes = [25, 37, 50, 62, 75, 87, 100, 112, 125, 150, 400]
+    share, rate, why = judge_cache(sizes, [3 + size / (6 if size <= 90 else 4) for size in sizes], 100)
+    assert 0.87 < share < 1 and rate == pytest.approx(6) and why == ""
+    share, rate, why = judge_cache(sizes, [3 + size / 6 for size in sizes], 100)
+    assert share is None and rate == pytest.approx(6) and "less than" in why
+    assert judge_cache(sizes, [1.0] * len(sizes), 100)[:2] == (None, None)
+
+
+def test_descriptions_tell_how_much_cache_to_count_on():
+    assert Description("x", "cuda", 1e12, cache_bytes=1000, cache_share=0.5).effective_cache == 500
+    assert Description("x", "cuda", 1e12, cache_bytes=1000).effective_cache == 1000
+    assert Description("x", "cuda", 1e12).effective_cache is None
+    for _, found in shipped():
+        assert found.cache_bytes and "cache_bytes" in found.sources
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"cache_share": 1.5}, "at most 1"), ({"cache_bytes": -1}, "no speed"), ({"read_bandwidth": "fast"}, "no speed")],
+)
+def test_bad_figures_are_refused(change, message):
+    text = json.loads(Description("x", "cuda", 1e12).to_json()) | change
+    with pytest.raises(InputError, match=message):
+        from_json(json.dumps(text), "file")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_is_measured_whole():
+    before = torch.get_float32_matmul_precision()
+    found = calibration.calibrate("cuda:0")
+    assert torch.get_float32_matmul_precision() == before
+    assert set(found.gemm) == {"f64", "f32", "tf32", "bf16", "f16"} and found.gemm["bf16"] > found.gemm["f32"] > 1e12
+    assert found.graph_launch_seconds < found.launch_seconds < 1e-4
+    assert found.read_bandwidth > 1e11 and found.write_bandwidth > 1e11
+    assert found.cache_share is None or 0.1 < found.cache_share <= 1
+    assert set(found.links) == {"host_to_device", "device_to_host"}
+    assert from_json(found.to_json(), "it") == found

@@ -1,0 +1,277 @@
+"""`fit_budget`: makes a step fit a memory budget by running ops of forward again in backward, as cheaply as it can.
+
+The choice is made on a memory model (choice.py), applied as `recompute` transformations and judged by the real plan.
+Where the plan needs more than the model said, the model's limit is moved by the difference and it chooses again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...dialects.step.control import MicroBatches, root_of
+from ...dialects.strides import Strides
+from ...errors import MemoryBudgetError
+from ...ir.builtin import lookup
+from ...ir.core import Op
+from ...ir.passes import run_pipeline
+from ...machine.description import Description, shipped
+from ...plan import Plan, plan_function
+from ..expand import expanded
+from ..opportunity import site_names
+from ..recompute import Recompute, late_results
+from ..regenerate import EARLY
+from .choice import Segments, cut, measure
+from .exact import Exact, Solved, is_installed
+from .graph import graph_of
+from .greedy import Greedy
+from .report import BudgetReport, size_text
+from .templates import find_templates
+from .windows import note_windows
+
+#: how often the plan is asked at most before the leanest choice is taken
+TRIALS = 4
+#: a choice that leaves less than this share of the activations unused is good enough
+SLACK = 0.02
+
+
+@dataclass(slots=True)
+class Fitter:
+    """One step that is to fit, and what was tried."""
+
+    module: Op
+    function: Op
+    device: torch.device
+    numbers: Sequence[int]
+    strides: Sequence[Strides | None] | None
+    segments: Segments
+    views: set[Op]  # ops of forward that run nothing
+    solver: Exact | Greedy
+    plans: int = 1  # one before anything was tried
+    tried: dict[frozenset[int], Plan] = field(default_factory=dict)
+
+    def plan(self, again: frozenset[int]) -> Plan:
+        """The plan of the step where these ops run again, tried on a copy."""
+        if again not in self.tried:
+            self.plans += 1
+            copy = self.module.clone()
+            self.apply(copy, again)
+            run_pipeline(copy, "dce")
+            function = lookup(copy, self.function.attributes["sym_name"])
+            self.tried[again] = plan_function(function, self.device, self.numbers, strides=self.strides)[0]
+        return self.tried[again]
+
+    def peak(self, again: frozenset[int]) -> int:
+        return self.plan(again).peak
+
+    def apply(self, module: Op, again: frozenset[int]) -> list[str]:
+        """Makes ops run again, consumers before their producers; the recipe of it."""
+        mine = forward_function(self.module, self.function).regions[0].block
+        function = forward_function(module, lookup(module, self.function.attributes["sym_name"]))
+        same = dict(zip(mine, function.regions[0].block, strict=True))
+        copied = {same[op] for n in again if (op := self.segments.graph.nodes[n].op) is not None}
+        for old, op in same.items():  # views of what runs again are made again too
+            if old in self.views and any(v.op in copied for v in op.operands):
+                copied.add(op)
+        names = site_names(module)
+        recipe = []
+        recompute = Recompute()
+        for op in reversed(list(same.values())):
+            if op in copied and late_results(op):
+                recipe.append(f"{Recompute.name} {names[op]}")
+                recompute.apply(op)
+        return recipe
+
+    def search(self, budget: int, before: Plan) -> Solved | None:
+        """The cheapest choice whose plan fits, by moving the model's limit; None where none was met."""
+        limit = budget - (before.peak - measure(self.segments, ()).memory)
+        enough = SLACK * before.arena
+        good: int | None = None  # limits whose choice fits the plan, and that do not
+        bad: int | None = None
+        best: Solved | None = None
+        seen: set[frozenset[int]] = set()
+        for _ in range(TRIALS):
+            solved = self.solver.cheapest(limit) if limit > 0 else None
+            if solved is None or solved.choice.again in seen:
+                break
+            seen.add(solved.choice.again)
+            left = budget - self.peak(solved.choice.again)
+            if left >= 0:
+                best, good = solved, limit
+                if left <= enough or (bad is not None and bad - limit <= enough):
+                    break
+                limit = limit + left if bad is None else min(limit + left, (limit + bad) // 2)
+            else:
+                bad = limit
+                limit = limit + left if good is None else max(limit + left, (limit + good) // 2)
+        return best
+
+    def leanest(self, before: Plan) -> list[Solved]:
+        """Choices that need nearly as little as any can, by the model and by the plan, whatever the budget is."""
+        least = self.solver.leanest()
+        span = measure(self.segments, ()).memory - least.choice.memory
+        more = [self.solver.cheapest(least.choice.memory + span * share // 10) for share in (1, 2)]
+        found = [least, *[m for m in more if m is not None]]
+        better = self.search(min(self.peak(s.choice.again) for s in found) - 1, before)
+        return found if better is None else [*found, better]
+
+
+def fit_budget(
+    module: Op,
+    function: Op,
+    device: torch.device | str,
+    numbers: Sequence[int],
+    strides: Sequence[Strides | None] | None,
+    budget: int | float,
+    machine: Description | None,
+    forbidden: Sequence[str] = (),
+) -> tuple[BudgetReport, list[str]]:
+    """Changes the program so that its plan needs no more than the budget; the report, and the recipe of what was done.
+
+    budget: bytes, or as a float a share of the peak without it. MemoryBudgetError where no choice fits; the program is
+    as it was then.
+    """
+    device = torch.device(device)
+    machine = priced(machine, device)
+    before, form = plan_function(function, device, numbers, strides=strides)
+    allowed = int(budget * before.peak) if isinstance(budget, float) else budget
+    if before.peak <= allowed:
+        return BudgetReport(allowed, before.peak, before.peak, before.peak - before.arena, machine.name), []
+    segments, views = segments_of(module, function, before, form, machine, device, forbidden)
+    solver = Exact(segments) if is_installed() else Greedy(segments)
+    fitter = Fitter(module, function, device, numbers, strides, segments, views, solver)
+    solved = fitter.search(allowed, before)
+    if solved is None:
+        lean = fitter.leanest(before)
+        fitting = [s for s in lean if fitter.peak(s.choice.again) <= allowed]
+        if not fitting:
+            least = min(lean, key=lambda s: fitter.peak(s.choice.again))
+            raise MemoryBudgetError(impossible(fitter.plan(least.choice.again), allowed))
+        solved = min(fitting, key=lambda s: s.choice.seconds)
+    recipe = fitter.apply(module, solved.choice.again)
+    run_pipeline(module, "dce")
+    return describe(fitter, solved, allowed, before, machine), recipe
+
+
+def segments_of(
+    module: Op,
+    function: Op,
+    plan: Plan,
+    form: Op,
+    machine: Description,
+    device: torch.device,
+    forbidden: Sequence[str] = (),
+) -> tuple[Segments, set[Op]]:
+    """What can be decided about a step, with the memory that its plan needs beside; and the views of forward.
+
+    form: the planned function.
+    """
+    forward = forward_function(module, function)
+    inner = plan
+    if forward is not function:
+        inner, form = plan.bodies[0], expanded(forward, device)
+    names, sites = site_names(module), site_names(root_of(form))
+    program = {names[op]: op for op in forward.regions[0].block if op in names}
+    planned = list(form.regions[0].block)
+    originals = {n: program[sites[op]] for n, op in enumerate(planned) if sites.get(op) in program}
+    graph = graph_of(inner, planned, originals, machine)
+    for node in graph.nodes:
+        if node.op is not None and is_forbidden(f"{Recompute.name} {names[node.op]}", forbidden):
+            node.again = False
+    segments = cut(graph, find_templates(graph))
+    note_windows(segments, inner, plan.peak - inner.arena)
+    views = {op for op in originals.values() if is_early(op)} - {node.op for node in graph.nodes}
+    return segments, views
+
+
+def describe(fitter: Fitter, solved: Solved, budget: int, before: Plan, machine: Description) -> BudgetReport:
+    choice, segments = solved.choice, fitter.segments
+    greedy = Greedy(segments).cheapest(choice.memory)
+    layers = []
+    for number, template in enumerate(segments.templates):
+        if template.count > 1:
+            touched = {segments.where[n][2] for n in choice.again if segments.where[n][0] == number}
+            layers.append((segments.graph.nodes[template.start].layer, template.count, len(touched)))
+    return BudgetReport(
+        budget,
+        before.peak,
+        fitter.peak(choice.again),
+        before.peak - before.arena,
+        machine.name,
+        len(choice.again),
+        sum(segments.graph.late_bytes(n) for n in choice.again),
+        choice.seconds,
+        fitter.solver.name,
+        solved.bound,
+        None if greedy is None else greedy.choice.seconds,
+        tuple(layers),
+        fitter.plans,
+    )
+
+
+def impossible(plan: Plan, budget: int) -> str:
+    """Why a budget cannot be met, the least that can, and what that is made of. `plan`: that of the leanest step."""
+    parts = dict.fromkeys(WORDS.values(), 0)
+    curve = plan.live_bytes()
+    at = max(range(len(curve)), key=curve.__getitem__, default=0)
+    largest, where = 0, ""
+    for buffer in plan.buffers:
+        if buffer.base >= 0 or buffer.space == "host":
+            continue
+        in_arena = buffer.space == "arena"
+        if in_arena and not buffer.first <= at <= buffer.last:
+            continue
+        parts[WORDS.get(buffer.lifetime, "activations")] += buffer.bytes
+        if in_arena and buffer.bytes > largest and buffer.first >= 0:
+            launch = plan.launches[buffer.first]
+            largest, where = buffer.bytes, f"{launch.name.removeprefix('step.')} in {launch.layer or launch.phase}"
+    shown = ", ".join(f"{name} {size_text(b)}" for name, b in sorted(parts.items(), key=lambda p: -p[1]) if b)
+    needed = plan.peak
+    return (
+        f"memory_budget is {size_text(budget)} ({budget:,} bytes), and the least found to do for this step is "
+        f"{size_text(needed)} ({needed:,} bytes), with all that helps computed again in backward. At its peak there "
+        f"are {shown}; the largest tensor of the step's own is {size_text(largest)}, made by {where}. "
+        f"Give memory_budget={needed} or more, a smaller batch, or accumulate=2"
+    )
+
+
+#: what the memory of a plan is called in an error
+WORDS = {
+    "param": "parameters",
+    "opt_state": "optimizer state",
+    "state": "buffers and other state",
+    "batch": "the batch",
+    "constant": "constants",
+    "grad": "gradients",
+    "activation": "activations",
+    "transient": "temporaries",
+    "output": "outputs",
+    "workspace": "temporaries",
+}
+
+
+def forward_function(module: Op, function: Op) -> Op:
+    """Where forward and backward are: the step's own function, or that of its micro-batches."""
+    for op in function.regions[0].block:
+        if op.definition is MicroBatches:
+            return lookup(module, op.callee)
+    return function
+
+
+def priced(machine: Description | None, device: torch.device) -> Description:
+    """A description to price ops with: the machine's own, or the shipped one of its kind that is said in the report."""
+    if machine is not None and machine.gemm:
+        return machine
+    other = next(d for _, d in shipped() if d.kind == device.type and d.gemm)
+    return replace(other, name=f"{other.name} (this machine is not described)")
+
+
+def is_early(op: Op) -> bool:
+    return op.phase in EARLY
+
+
+def is_forbidden(key: str, patterns: Sequence[str]) -> bool:
+    return any(key == p or fnmatch.fnmatchcase(key, p) for p in patterns)
