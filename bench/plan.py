@@ -213,8 +213,8 @@ def report(record: dict[str, Any]) -> str:
         "",
         "Plans are made for a CPU in both kinds: *state last*, as a CPU runs them (nothing of the model changes before "
         "everything else is done), and *updates early*, as CUDA runs them. Arena: all memory of the step beside its "
-        "arguments. *Program order* is the least arena that the program's own order needs, in-place writes and donation "
-        "included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. Seconds "
+        "arguments. *Program order* is the least arena that the program's own order needs, in-place writes and "
+        "donation included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. Seconds "
         "include expanding the optimizer's updates and tracing every kernel; *tracing* is the second of these alone, "
         "for one plan; *verify* is `verify_plan` on the plan in the move dialect.",
         "",
@@ -228,8 +228,8 @@ def report(record: dict[str, Any]) -> str:
             gap, saved = row["arena"] / row["lower_bound"] - 1, 1 - row["lower_bound"] / row["program_order_bound"]
             lines.append(
                 f"| {NETWORKS[name][2]} | {title} | {found['ops']} | {row['launches']} | {row['seconds']:.2f} | "
-                f"{found['tracing_seconds']:.2f} | {row['verify_seconds']:.2f} | {row['arena'] * mega:.1f} | {gap:.2%} | "
-                f"{row['program_order_bound'] * mega:.1f} | {saved:.1%} | {row['order']} |"
+                f"{found['tracing_seconds']:.2f} | {row['verify_seconds']:.2f} | {row['arena'] * mega:.1f} | "
+                f"{gap:.2%} | {row['program_order_bound'] * mega:.1f} | {saved:.1%} | {row['order']} |"
             )
     lines += ["", "## Growth", "", "![planning time against number of ops](plan.svg)"]
     for key, title in SERIES.items():

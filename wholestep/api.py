@@ -31,13 +31,13 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms import casts, masks, recompute, regenerate  # noqa: F401  (they register their passes)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.budget import BudgetReport, fit_budget
 from .transforms.opportunity import do_nothing, transform, whatever
 
 #: what every program goes through once it is whole
-PIPELINE = "place-casts,cse,dce,regenerate"
+PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
 BY_ITSELF = {"cuda": ("pad",)}
 

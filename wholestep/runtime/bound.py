@@ -123,10 +123,11 @@ class HostNumbers:
 class Cells:
     """Numbers of the host in memory that kernels read: side by side on the device, so that one copy brings them all.
 
-    On a GPU the copy leaves from pinned memory and nobody waits for it, so a few sets of that memory take turns.
+    On a GPU the copy leaves from pinned memory and nobody waits for it: two halves of that memory take turns, and one
+    is written again only once every copy from it has left.
     """
 
-    TURNS = 8
+    HALF = 8
 
     def __init__(self, planned: Planned, device: torch.device, key: torch.device | None = None):
         self.device = device
@@ -152,27 +153,31 @@ class Cells:
         }
         #: seed, step and micro-batch, where random numbers are made
         self.key = parts[0] if key is None or key == device else torch.zeros(3, dtype=torch.int64)
-        self.here = [
-            torch.zeros(self.there.shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(self.TURNS if cuda else 1)
-        ]
-        self.parts = [split_bytes(here, sizes) for here in self.here]
-        self.events = [torch.cuda.Event() for _ in self.here] if cuda else []
-        self.turn = 0
+        self.here = [self.there]
+        if cuda:
+            self.here = [torch.zeros_like(self.there, device="cpu").pin_memory() for _ in range(2 * self.HALF)]
+        #: the same memory as arrays: the key, then the numbers by type
+        self.arrays = [[part.numpy() for part in split_bytes(here, sizes)] for here in self.here]
+        self.left: list[torch.cuda.Event | None] = [None, None]
+        self.turn = -1
 
     def fill(self, values: list[Any], key: Sequence[int]) -> None:
         """Puts the numbers of a step where its kernels read them."""
         turn = self.turn = (self.turn + 1) % len(self.here)
-        if self.events:
-            self.events[turn].synchronize()  # of the copy that left from here some steps ago
+        half, first = divmod(turn, self.HALF)
+        if not first and (event := self.left[half]) is not None:
+            event.synchronize()
         if self.key.device != self.there.device:
-            self.key.copy_(torch.tensor(key))
-        parts = self.parts[turn]
-        parts[0].copy_(torch.tensor(key))
-        for part, (dtype, numbers) in zip(parts[1:], self.numbers, strict=True):
-            part.copy_(torch.tensor([values[n] for n in numbers], dtype=dtype))
-        self.there.copy_(self.here[turn], non_blocking=True)
-        if self.events:
-            self.events[turn].record()
+            self.key.numpy()[:] = key
+        mine, *arrays = self.arrays[turn]
+        mine[:] = key
+        for array, (_, numbers) in zip(arrays, self.numbers, strict=True):
+            array[:] = [values[n] for n in numbers]
+        if self.there.is_cuda:
+            self.there.copy_(self.here[turn], non_blocking=True)
+            if first == self.HALF - 1:
+                event = self.left[half] = torch.cuda.Event()
+                event.record()
 
 
 def split_bytes(memory: torch.Tensor, sizes: list[tuple[torch.dtype, int]]) -> list[torch.Tensor]:

@@ -60,13 +60,14 @@ class Counters:
         """Makes the counters of one type neighbours in memory."""
         by_type: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
         for entry in self.tensors:
-            by_type.setdefault(entry[2].dtype, []).append(entry)
+            if entry[1] >= 0:
+                by_type.setdefault(entry[2].dtype, []).append(entry)
         for entries in by_type.values():
             vector = torch.stack([t.detach() for _, _, t in entries])
             for i, (_, _, tensor) in enumerate(entries):
                 tensor.data = vector[i]
             self.vectors.append((vector, [a for a, _, _ in entries], [r for _, r, _ in entries]))
-        self.tensors = []
+        self.tensors = [entry for entry in self.tensors if entry[1] < 0]
 
     def read(self) -> dict[int, float]:
         """All numbers, by argument."""
@@ -87,12 +88,11 @@ class Counters:
             if result >= 0:
                 tensor.fill_(outputs[result])
         for vector, _, results in self.vectors:
-            if all(r >= 0 for r in results):
-                vector.copy_(torch.tensor([outputs[r] for r in results], dtype=vector.dtype))
-                continue
-            for i, r in enumerate(results):
-                if r >= 0:
-                    vector[i] = outputs[r]
+            new = [outputs[r] for r in results]
+            if len(set(new)) == 1:
+                vector.fill_(new[0])
+            else:
+                vector.copy_(torch.tensor(new, dtype=vector.dtype))
         for _, result, table, key in self.plain:
             if result >= 0:
                 table[key] = type(table[key])(outputs[result])

@@ -25,7 +25,8 @@ class Graphed:
     def __init__(self, bound: BoundPlan):
         self.bound = bound
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.kept: tuple[Any, ...] = ()
+        self.kept: list[Any] = []
+        self.taken = sorted(bound.taken)
         self.warm = False
         self.captures = 0
         #: why the steps run launch by launch; "" while they do not
@@ -35,8 +36,9 @@ class Graphed:
         #: ops whose kernels took more memory than the plan knew of, and how many bytes more
         self.unplanned: dict[str, int] = {}
 
-    def numbers(self) -> tuple[Any, ...]:
-        return tuple([self.bound.values[i] for i in sorted(self.bound.taken)])
+    def numbers(self) -> list[Any]:
+        values = self.bound.values
+        return [values[i] for i in self.taken]
 
     def run(self) -> None:
         numbers = self.numbers()
@@ -76,7 +78,7 @@ class Graphed:
         self.bound.run_in_ranges(enter, leave)
         self.warm = True
 
-    def capture(self, numbers: tuple[Any, ...]) -> None:
+    def capture(self, numbers: list[Any]) -> None:
         self.graph = None
         if self.captures >= MOST_CAPTURES:
             self.refuse("the optimizer's settings (betas, decay) change too often to be part of a graph")

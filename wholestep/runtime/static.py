@@ -19,6 +19,7 @@ from ..dialects.strides import same_places
 from ..errors import MemoryBudgetError
 from ..plan import Plan
 from ..plan.planner import Planned
+from ..torch_private import foreach_copy
 from .bound import BoundPlan, Cells
 from .cuda_graph import Graphed
 
@@ -44,6 +45,7 @@ class StaticStep:
         self.bound: BoundPlan | None = None
         self.graph: Graphed | None = None
         self.bindings = 0
+        self.fixed: list[torch.Tensor] = []
         #: where every launch is to be announced to a profiler: what begins a range, what ends it
         self.ranges: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
 
@@ -79,7 +81,7 @@ class StaticStep:
                 arguments.append(tensor.detach())
         counters = [i for i in sorted(self.numbers) if self.slots[i].kind == "optimizer_state"]
         self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells, counters)
-        self.fixed = [(arguments[i], source) for i, source in self.batch]
+        self.fixed = [t for i, _ in self.batch if (t := arguments[i]) is not None]
         self.bindings += 1
         if self.device.type == "cuda":
             self.graph = Graphed(self.bound)
@@ -117,9 +119,7 @@ class StaticStep:
         plan until the next step."""
         bound = self.bound
         assert bound is not None
-        for fixed, source in self.fixed:
-            assert fixed is not None
-            fixed.copy_(batch[source], non_blocking=True)
+        foreach_copy(self.fixed, [batch[source] for _, source in self.batch])
         values = bound.values
         for index, number in numbers.items():
             values[index] = number

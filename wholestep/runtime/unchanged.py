@@ -1,13 +1,14 @@
 """Whether anything a compiled step hangs on has changed since it was bound: a few passes over flat lists.
 
-Looks at identities and addresses alone, at the speed of C loops. Where it says no, the slow and exact check decides.
+Looks at identities, lengths and addresses alone, at the speed of C loops. Where it says no, the slow and exact check
+decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
@@ -15,48 +16,55 @@ from torch import nn
 
 from ..training.optimizer_plan import OptimizerPlan
 
-TRAINING, FROZEN = attrgetter("training"), attrgetter("requires_grad")
+FROZEN = attrgetter("requires_grad")
 
 
 class Snapshot:
     """Modules, parameters, buffers and optimizer state as they were."""
 
     def __init__(self, roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer, plan: OptimizerPlan):
-        self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self.optimizer, self.plan = optimizer, plan
-        self.tables = [m._modules for m in self.modules]
-        self.tables += [m._parameters for m in self.modules]  # type: ignore[misc]
-        self.tables += [m._buffers for m in self.modules]  # type: ignore[misc]
-        self.members = self._members()
+        self.attributes = [m.__dict__ for m in modules]
+        self.training = [m.training for m in modules]
+        #: where modules keep children, parameters and buffers, how many, and which
+        self.tables: list[dict[str, Any]] = [
+            t for m in modules for t in (m._modules, m._parameters, m._buffers)  # type: ignore[misc]
+        ]
+        self.lengths = list(map(len, self.tables))
+        self.places = [table for table in self.tables for _ in table]
+        self.keys = [key for table in self.tables for key in table]
+        self.members = list(map(getitem, self.places, self.keys))
         self.tensors = [t for t in self.members if isinstance(t, torch.Tensor)]
-        self.training = list(map(TRAINING, self.modules))
         self.flags = list(map(FROZEN, self.tensors))
-        self.places = list(map(torch.Tensor.data_ptr, self.tensors))
-        self.held = self._held()
+        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.groups = [g["params"] for g in optimizer.param_groups]
+        self.grouped = list(chain.from_iterable(self.groups))
+        self.states = list(optimizer.state.values())
+        self.state_lengths = list(map(len, self.states))
+        self.held = list(chain.from_iterable(map(dict.values, self.states)))
         self.settings = plan.settings()
-
-    def _members(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self.tables)))
-
-    def _held(self) -> list[Any]:
-        """The optimizer's parameters, and what it keeps for each."""
-        state = list(self.optimizer.state.values())
-        groups = [g["params"] for g in self.optimizer.param_groups]
-        return [*chain.from_iterable(groups), *chain.from_iterable(map(dict.values, state))]
 
     def holds(self) -> bool:
         """Whether all is as it was."""
+        groups = [g["params"] for g in self.optimizer.param_groups]
+        states = self.optimizer.state.values()
         return (
-            same(self._members(), self.members)
-            and list(map(TRAINING, self.modules)) == self.training
-            and list(map(torch.Tensor.data_ptr, self.tensors)) == self.places
+            list(map(len, self.tables)) == self.lengths
+            and all(map(is_, map(dict.get, self.places, self.keys), self.members))
+            and list(map(getitem, self.attributes, repeat("training"))) == self.training
+            and list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
             and list(map(FROZEN, self.tensors)) == self.flags
-            and same(self._held(), self.held)
+            and same(chain.from_iterable(groups), self.grouped, sum(map(len, groups)))
+            and len(states) == len(self.states)
+            and all(map(is_, states, self.states))
+            and list(map(len, self.states)) == self.state_lengths
+            and all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.held))
             and self.settings is not None
             and self.plan.settings() == self.settings
         )
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(one) == len(other) and all(map(is_, one, other))
+def same(found: Iterable[Any], known: list[Any], count: int) -> bool:
+    """Whether `count` objects are the known ones."""
+    return count == len(known) and all(map(is_, found, known))
