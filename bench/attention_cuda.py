@@ -1,8 +1,9 @@
 """PyTorch's fused CUDA kernels as our ops call them: attention and optimizer updates, checked, then timed.
 
 Each case is compared with float64 arithmetic and with what eager PyTorch gives, runs inside a CUDA graph, and must lie
-in memory as the shape functions say. Run where there is a GPU: `python bench/attention_cuda.py [--out DIR]`; it takes
-under a minute. CI has none; bench/results/ holds the record.
+in memory as the shape functions say. A CUDA error spoils its process, so the work is done by child processes: one that
+dies is followed by another, after the part that killed it. Run where there is a GPU: `python bench/attention_cuda.py
+[--out DIR]`; it ends within 90 seconds. CI has none; bench/results/ holds the record.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pathlib
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +42,12 @@ from wholestep.torch_private import FakeTensorMode  # noqa: E402
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-4, torch.float64: 1e-9}
 KERNELS = (attention_cuda.CUDNN, attention_cuda.FLASH, attention_cuda.EFFICIENT)
 LOW, SINGLE = (torch.bfloat16, torch.float16), (torch.float32,)
+#: seconds for everything, and for one part of the work before its process is ended
+LIMIT, PATIENCE = 85.0, 30.0
+#: processes that check at a time; times are taken by one alone
+WORKERS = 4
+#: how a child ends whose GPU context no longer works
+SPOILED = 3
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,10 @@ class Case:
     own: int = 0
     out: int = 0
     causal: bool = False
-    #: "", "bool", "float" or "empty rows", with the mask's shape
+    #: "", "bool", "float", "float, heads innermost" or "empty rows", with the mask's shape
     mask: str = ""
     mask_shape: tuple[int, ...] = ()
+    #: "BLHD", "BHLD" or "packed": parts of one tensor [B, L, 3 * H * D]
     layout: str = "BLHD"
     types: tuple[torch.dtype, ...] = (*LOW, *SINGLE)
 
@@ -87,6 +99,10 @@ CASES = [
     Case("float mask for all", mask="float", mask_shape=(128, 128)),
     Case("mask per row", mask="float", mask_shape=(1, 4, 128, 1)),
     Case("empty rows", length=77, mask="empty rows", mask_shape=(2, 1, 77, 77)),
+    Case("packed projection", causal=True, layout="packed"),
+    Case("packed projection, width 36", width=36, layout="packed"),
+    Case("packed projection, width 37", width=37, layout="packed"),
+    Case("position bias", length=49, mask="float, heads innermost", mask_shape=(1, 4, 49, 49)),
     Case("many windows", batch=1000, heads=3, length=49, width=32),
     Case("f64", types=(torch.float64,)),
 ]
@@ -104,9 +120,15 @@ def operands(case: Case, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.
 
     keys, own, out = case.keys or case.length, case.own or case.heads, case.out or case.width
     q, k, v = draw(case.heads, case.length, case.width), draw(own, keys, case.width), draw(own, keys, out)
+    if case.layout == "packed":
+        projection = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], -1)
+        parts = projection.split(case.heads * case.width, -1)
+        q, k, v = (t.unflatten(-1, (case.heads, case.width)).transpose(1, 2) for t in parts)
     mask = None
-    if case.mask == "float":
+    if case.mask.startswith("float"):
         mask = torch.randn(case.mask_shape, device="cuda", generator=g).to(dtype)
+        if case.mask == "float, heads innermost":
+            mask = mask.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     elif case.mask:
         mask = torch.rand(case.mask_shape, device="cuda", generator=g) > 0.3
         mask[..., 0] = True
@@ -157,21 +179,6 @@ def eager(
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def eager_difference(
-    tensors: list[torch.Tensor],
-    mask: torch.Tensor | None,
-    dout: torch.Tensor,
-    causal: bool,
-    scale: float,
-    true: list[torch.Tensor],
-) -> dict[str, Any]:
-    try:
-        theirs = eager(tensors, mask, dout, causal, scale)
-        return {"eager": max(difference(m, t) for m, t in zip(theirs, [true[0], *true[2:]], strict=True))}
-    except Exception as error:
-        return {"eager_error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-
-
 def difference(mine: torch.Tensor, true: torch.Tensor) -> float:
     """The largest difference as a share of the largest value (of 0.05 where all are less); NaN counts as infinite."""
     if mine.shape != true.shape:
@@ -180,17 +187,22 @@ def difference(mine: torch.Tensor, true: torch.Tensor) -> float:
     return math.inf if math.isnan(worst) else worst
 
 
-def both(kernel: str, case: Case, forward: Op, backward: Op, scale: float) -> Callable[..., list[torch.Tensor]]:
-    """Result, log-sum-exp and gradients by a kernel, or as the ops themselves choose."""
+def both(
+    kernel: str, case: Case, forward: Op, backward: Op, scale: float, at: Callable[[str], None]
+) -> Callable[..., list[torch.Tensor]]:
+    """Result, log-sum-exp and gradients by a kernel, or as the ops themselves choose; `at` hears where it is."""
 
     def run(tensors: list[torch.Tensor], mask: torch.Tensor | None, dout: torch.Tensor) -> list[torch.Tensor]:
+        at("forward")
         if kernel == "chosen":
             rest = [] if mask is None else [mask]
             out, lse = forward.definition.evaluate(forward)(*tensors, *rest)  # type: ignore[attr-defined]
+            at("backward")
             run_backward = backward.definition.evaluate(backward)  # type: ignore[attr-defined]
             return [out, lse, *run_backward(dout, *tensors, out, lse, *rest)]
         bias = additive(mask, dout.dtype)
         out, lse = attention_cuda.forward(kernel, *tensors, bias, case.causal, scale)
+        at("backward")
         return [out, lse, *attention_cuda.backward(kernel, dout, *tensors, out, lse, bias, case.causal, scale)]
 
     return run
@@ -220,40 +232,40 @@ def fits(kernel: str, case: Case, dtype: torch.dtype) -> bool:
     return dtype in LOW and not special and case.width <= 256
 
 
-def check_case(case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
+def check_case(job: Job, at: Callable[[str], None]) -> dict[str, Any]:
+    """One kernel on one case; {} where the chosen kernel is that one, and has been checked as such."""
+    case, dtype, kernel = job.case, job.dtype, job.kernel
     tensors, mask, dout = operands(case, dtype)
     scale = 1 / math.sqrt(case.width)
     true = truth(tensors, mask, dout, case.causal, scale)
+    if kernel == "eager":
+        at("forward and backward")
+        theirs = eager(tensors, mask, dout, case.causal, scale)
+        return {"eager": max(difference(m, t) for m, t in zip(theirs, [true[0], *true[2:]], strict=True))}
     forward, backward = ops_of(case, tensors, mask, scale)
     chosen = cuda_kernel(forward, tensors[0].device)
-    rows = []
-    for kernel in ("chosen", *(k for k in KERNELS if k != chosen)):
-        if not fits(kernel, case, dtype):
-            continue
-        row: dict[str, Any] = {"case": case.name, "dtype": str(dtype)[6:], "kernel": chosen or "formula"}
-        row |= {"chosen": True} if kernel == "chosen" else {"kernel": kernel, "chosen": False}
-        try:
-            run = both(kernel, case, forward, backward, scale)
-            with torch.no_grad():
-                mine = run(tensors, mask, dout)
-            names = ("out", "lse", "dq", "dk", "dv")
-            row |= {n: difference(m, t) for n, m, t in zip(names, mine, true, strict=True)}
-            row["agrees"] = all(row[n] <= TOLERANCE[dtype] for n in names if n != "lse") and row["lse"] <= 1e-3
-            if row["chosen"]:
-                row |= eager_difference(tensors, mask, dout, case.causal, scale, true)
-            row["layout"] = layouts(kernel, case, forward, backward, scale, tensors, mask, dout, mine)
-            graph, again = in_graph(lambda run=run: run(tensors, mask, dout))  # type: ignore[misc]
-            graph.replay()
-            torch.cuda.synchronize()
-            row["graph"] = max(difference(a, m.double()) for a, m in zip(again, mine, strict=True))
-            row["agrees"] &= row["graph"] <= TOLERANCE[dtype]
-            row["agrees"] &= not row["chosen"] or row["layout"] == "as said"
-        except Exception as error:
-            row |= {"agrees": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-            if row["chosen"]:
-                traceback.print_exc()
-        rows.append(row)
-    return rows
+    if kernel == chosen:
+        return {}
+    row: dict[str, Any] = {"kernel": chosen or "formula"} if kernel == "chosen" else {}
+    run = both(kernel, case, forward, backward, scale, at)
+    with torch.no_grad():
+        mine = run(tensors, mask, dout)
+    at("comparison")
+    names = ("out", "lse", "dq", "dk", "dv")
+    row |= {n: difference(m, t) for n, m, t in zip(names, mine, true, strict=True)}
+    row["agrees"] = all(row[n] <= TOLERANCE[dtype] for n in names if n != "lse") and row["lse"] <= 1e-3
+    at("layouts")
+    row["layout"] = layouts(kernel, case, forward, backward, scale, tensors, mask, dout, mine)
+    quiet = both(kernel, case, forward, backward, scale, lambda stage: None)
+    at("capture")
+    graph, again = in_graph(lambda: quiet(tensors, mask, dout))
+    at("replay")
+    graph.replay()
+    torch.cuda.synchronize()
+    row["graph"] = max(difference(a, m.double()) for a, m in zip(again, mine, strict=True))
+    row["agrees"] &= row["graph"] <= TOLERANCE[dtype]
+    row["agrees"] &= kernel != "chosen" or row["layout"] == "as said"
+    return row
 
 
 def layouts(
@@ -271,7 +283,9 @@ def layouts(
     with FakeTensorMode() as fakes, torch.no_grad():
         given = [fakes.from_tensor(t) for t in tensors]
         fake_mask = None if mask is None else fakes.from_tensor(mask)
-        said = both(kernel, case, forward, backward, scale)(given, fake_mask, fakes.from_tensor(dout))
+        said = both(kernel, case, forward, backward, scale, lambda stage: None)(
+            given, fake_mask, fakes.from_tensor(dout)
+        )
 
     def moves(t: torch.Tensor) -> list[int]:
         return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
@@ -287,48 +301,55 @@ def layouts(
 # ---- optimizer updates -----------------------------------------------------------------------------------------------
 
 
-def check_update(kind: type[torch.optim.Optimizer], dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+ADAM: list[dict[str, Any]] = [{}, {"amsgrad": True}, {"maximize": True}]
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = {
+    "fused_adamw": (torch.optim.AdamW, ADAM),
+    "fused_adam": (torch.optim.Adam, ADAM),
+    "fused_sgd": (torch.optim.SGD, [{}, {"nesterov": True}, {"maximize": True}]),
+}
+
+
+def check_update(job: Job, at: Callable[[str], None]) -> dict[str, Any]:
     """One update by the fused op against torch.optim with fused=True, eagerly and inside a CUDA graph."""
-    name = f"fused_{kind.__name__.lower()}"
-    row: dict[str, Any] = {"update": name, "dtype": str(dtype)[6:], "options": options}
-    try:
-        g = torch.Generator(device="cuda").manual_seed(1)
-        draws = [torch.randn(300, 70, device="cuda", generator=g) for _ in range(5)]
-        parameter, gradient, average = (t.to(dtype) for t in draws[:3])
-        square, top = (t.abs().to(dtype) for t in draws[3:])
-        lr = torch.tensor(0.01, device="cuda")
-        numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}
-        given: dict[str, Any] = {"parameter": parameter, "gradient": gradient, "lr": lr, **numbers}
-        leaf = torch.nn.Parameter(parameter.clone())
-        leaf.grad = gradient.clone()
-        if name == "fused_sgd":
-            given["momentum_buffer"] = average
-            other = kind([leaf], lr=0.01, momentum=0.9, weight_decay=0.1, fused=True, **options)  # type: ignore[call-arg]
-            other.state[leaf] = {"momentum_buffer": average.clone()}
-        else:
-            given |= {"exp_avg": average, "exp_avg_sq": square, "new_step": torch.tensor(4.0, device="cuda")}
-            other = kind([leaf], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, fused=True, **options)  # type: ignore[call-arg]
-            state = {"step": torch.tensor(3.0, device="cuda"), "exp_avg": average.clone(), "exp_avg_sq": square.clone()}
-            if options.get("amsgrad"):
-                given["max_exp_avg_sq"] = top
-                state["max_exp_avg_sq"] = top.clone()
-            other.state[leaf] = state
-        run, operands = update_call(name, given, options)
-        mine = run(*operands)
-        other.step()
-        row["parameter"] = difference(mine[0], leaf.detach().double())
-        row["gradient_kept"] = bool(torch.equal(gradient, leaf.grad))
-        graph, again = in_graph(lambda: list(run(*operands)))
-        graph.replay()
-        row["graph"] = max(difference(a, m.double()) for a, m in zip(again, mine, strict=True))
-        lr.fill_(0.0)  # the graph reads the rate anew: without one the parameter stays, but for the f32 rounding
-        graph.replay()
-        row["rate_is_read"] = difference(again[0], parameter.double())
-        row["agrees"] = row["parameter"] <= TOLERANCE[dtype] * 0.05 and row["graph"] == 0.0 and row["gradient_kept"]
-        row["agrees"] &= row["rate_is_read"] == 0.0
-    except Exception as error:
-        traceback.print_exc()
-        row |= {"agrees": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    name, dtype, options, kind = job.name, job.dtype, job.options, OPTIMIZERS[job.name][0]
+    row: dict[str, Any] = {}
+    g = torch.Generator(device="cuda").manual_seed(1)
+    draws = [torch.randn(300, 70, device="cuda", generator=g) for _ in range(5)]
+    parameter, gradient, average = (t.to(dtype) for t in draws[:3])
+    square, top = (t.abs().to(dtype) for t in draws[3:])
+    lr = torch.tensor(0.01, device="cuda")
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}
+    given: dict[str, Any] = {"parameter": parameter, "gradient": gradient, "lr": lr, **numbers}
+    leaf = torch.nn.Parameter(parameter.clone())
+    leaf.grad = gradient.clone()
+    if name == "fused_sgd":
+        given["momentum_buffer"] = average
+        other = kind([leaf], lr=0.01, momentum=0.9, weight_decay=0.1, fused=True, **options)  # type: ignore[call-arg]
+        other.state[leaf] = {"momentum_buffer": average.clone()}
+    else:
+        given |= {"exp_avg": average, "exp_avg_sq": square, "new_step": torch.tensor(4.0, device="cuda")}
+        other = kind([leaf], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, fused=True, **options)  # type: ignore[call-arg]
+        state = {"step": torch.tensor(3.0, device="cuda"), "exp_avg": average.clone(), "exp_avg_sq": square.clone()}
+        if options.get("amsgrad"):
+            given["max_exp_avg_sq"] = top
+            state["max_exp_avg_sq"] = top.clone()
+        other.state[leaf] = state
+    run, operands = update_call(name, given, options)
+    at("update")
+    mine = run(*operands)
+    at("torch.optim")
+    other.step()
+    row["parameter"] = difference(mine[0], leaf.detach().double())
+    row["gradient_kept"] = bool(torch.equal(gradient, leaf.grad))
+    at("graph")
+    graph, again = in_graph(lambda: list(run(*operands)))
+    graph.replay()
+    row["graph"] = max(difference(a, m.double()) for a, m in zip(again, mine, strict=True))
+    lr.fill_(0.0)  # the graph reads the rate anew: without one the parameter stays, but for the f32 rounding
+    graph.replay()
+    row["rate_is_read"] = difference(again[0], parameter.double())
+    row["agrees"] = row["parameter"] <= TOLERANCE[dtype] * 0.05 and row["graph"] == 0.0 and row["gradient_kept"]
+    row["agrees"] &= row["rate_is_read"] == 0.0
     return row
 
 
@@ -364,37 +385,32 @@ def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def time_case(name: str, case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
+def time_case(job: Job, at: Callable[[str], None]) -> dict[str, Any]:
+    case, dtype, kernel = job.case, job.dtype, job.kernel
     tensors, mask, dout = operands(case, dtype)
     scale = 1 / math.sqrt(case.width)
+    if kernel == "eager SDPA":
+        at("forward and backward")
+        return {"chosen": False, "both_ms": milliseconds(lambda: eager(tensors, mask, dout, case.causal, scale))}
     forward, _ = ops_of(case, tensors, mask, scale)
-    chosen = cuda_kernel(forward, tensors[0].device)
     bias = additive(mask, dtype)
-    rows = []
-    for kernel in (*KERNELS, "eager SDPA"):
-        row: dict[str, Any] = {"shape": name, "dtype": str(dtype)[6:], "kernel": kernel, "chosen": kernel == chosen}
-        try:
-            if kernel == "eager SDPA":
-                row["both_ms"] = milliseconds(lambda: eager(tensors, mask, dout, case.causal, scale))
-            elif fits(kernel, case, dtype):
 
-                def ahead(kernel: str = kernel) -> tuple[torch.Tensor, torch.Tensor]:
-                    return attention_cuda.forward(kernel, *tensors, bias, case.causal, scale)
+    def ahead() -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_cuda.forward(kernel, *tensors, bias, case.causal, scale)
 
-                out, lse = ahead()
+    def back() -> tuple[torch.Tensor, ...]:
+        return attention_cuda.backward(kernel, dout, *tensors, out, lse, bias, case.causal, scale)
 
-                def back(kernel: str = kernel, out: Any = out, lse: Any = lse) -> Any:
-                    return attention_cuda.backward(kernel, dout, *tensors, out, lse, bias, case.causal, scale)
-
-                graph, _ = in_graph(lambda ahead=ahead, back=back: [*ahead(), *back()])  # type: ignore[misc]
-                row |= {"forward_ms": milliseconds(ahead), "backward_ms": milliseconds(back)}
-                row["graph_ms"] = milliseconds(graph.replay)
-            else:
-                continue
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        rows.append(row)
-    return rows
+    row: dict[str, Any] = {"chosen": kernel == cuda_kernel(forward, tensors[0].device)}
+    at("forward")
+    out, lse = ahead()
+    row["forward_ms"] = milliseconds(ahead)
+    at("backward")
+    row["backward_ms"] = milliseconds(back)
+    at("graph")
+    graph, _ = in_graph(lambda: [*ahead(), *back()])
+    row["graph_ms"] = milliseconds(graph.replay)
+    return row
 
 
 TIMED = {
@@ -403,6 +419,167 @@ TIMED = {
     "BERT-large 16x16x512x64": Case("", batch=16, heads=16, length=512),
     "BERT-large, padding mask": Case("", 16, 16, 512, mask="bool", mask_shape=(16, 1, 1, 512)),
 }
+
+
+# ---- parts of the work, each of which may kill its process -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One part: "check" a kernel on a case, compare with "eager", "update", or "time" a kernel on a case."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    kernel: str = ""
+    case: Case = Case("")
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = [f"{k}={v}" for k, v in self.options.items()]
+        return ", ".join([self.kind, self.name, str(self.dtype)[6:], *filter(None, [self.kernel]), *options])
+
+
+def jobs() -> list[Job]:
+    """All parts, in the same order in every process."""
+    cases = [(c, d) for c in CASES for d in c.types]
+    shapes = [(n, c, d) for n, c in TIMED.items() for d in (torch.bfloat16, torch.float32)]
+    return [
+        *(Job("check", c.name, d, "chosen", c) for c, d in cases),
+        *(Job("check", c.name, d, k, c) for c, d in cases for k in KERNELS if fits(k, c, d)),
+        *(
+            Job("update", name, dtype, options=options)
+            for dtype in (*SINGLE, *LOW)
+            for name, (_, choices) in OPTIMIZERS.items()
+            for options in choices
+        ),
+        *(Job("time", n, d, k, c) for n, c, d in shapes for k in KERNELS if fits(k, c, d)),
+        *(Job("time", n, d, "eager SDPA", c) for n, c, d in shapes),
+        *(Job("eager", c.name, d, "eager", c) for c, d in cases),
+    ]
+
+
+WORK = {"check": check_case, "eager": check_case, "update": check_update, "time": time_case}
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def child(numbers: list[int], log: pathlib.Path) -> int:
+    """Does these jobs in order; every stage and every result is a line of the log, before anything else happens."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    every = jobs()
+    with log.open("a") as file:
+        for number in numbers:
+            reached = ""
+
+            def at(stage: str, number: int = number) -> None:
+                nonlocal reached
+                reached = stage
+                print(json.dumps({"job": number, "stage": stage}), file=file, flush=True)
+
+            print(f"[{os.getpid()}] {every[number]}", flush=True)
+            at("operands")
+            try:
+                row = WORK[every[number].kind](every[number], at)
+            except Exception as error:
+                print(f"[{os.getpid()}] {every[number]}: failed at {reached}\n{traceback.format_exc()}", flush=True)
+                row = {"agrees": False, "stage": reached, "error": one_line(error)}
+            spoiled = ""
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                spoiled = one_line(error)
+                row = {"stage": reached, "error": spoiled} | row | {"agrees": False, "spoiled": True}
+            print(json.dumps({"job": number, "row": row}), file=file, flush=True)
+            if spoiled:
+                return SPOILED
+    return 0
+
+
+def command(numbers: list[int], log: pathlib.Path) -> list[str]:
+    listed = ",".join(map(str, numbers))
+    return [sys.executable, str(pathlib.Path(__file__).resolve()), "--jobs", listed, "--log", str(log)]
+
+
+def watch(numbers: list[int], log: pathlib.Path, blocking: bool, deadline: float) -> str:
+    """Runs a child until it ends, stands still or the time is up; says how it ended."""
+    # where launches wait for their kernels an error is raised by the call that caused it
+    settings = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
+    process = subprocess.Popen(command(numbers, log), env=settings | os.environ)
+    size, since = 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.05)
+        now = time.monotonic()
+        if log.stat().st_size != size:
+            size, since = log.stat().st_size, now
+        if now > deadline or now - since > PATIENCE:
+            process.kill()
+            process.wait()
+            return "out of time" if now > deadline else f"no progress for {PATIENCE:.0f} s"
+    return f"its process ended with status {process.returncode}"
+
+
+def do(numbers: list[int], blocking: bool, deadline: float) -> dict[int, dict[str, Any]]:
+    """The rows of these jobs, by as many children as it takes."""
+    rows: dict[int, dict[str, Any]] = {}
+    left = numbers
+    while left and time.monotonic() < deadline:
+        with tempfile.TemporaryDirectory() as folder:
+            log = pathlib.Path(folder) / "log"
+            log.touch()
+            ended = watch(left, log, blocking, deadline)
+            lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        rows |= {line["job"]: line["row"] for line in lines if "row" in line}
+        if not lines:  # no part was begun: another child would do no better
+            rows |= {n: {"agrees": False, "error": f"nothing was begun: {ended}"} for n in left}
+        elif "stage" in lines[-1]:
+            last = lines[-1]
+            rows[last["job"]] = {"agrees": False, "stage": last["stage"], "error": ended, "spoiled": True}
+        left = [n for n in left if n not in rows]
+    return rows | {n: {"agrees": False, "error": "not run: out of time"} for n in left}
+
+
+def do_all(every: list[Job], limit: float) -> list[dict[str, Any]]:
+    """A row per job: our kernels first, then times with the GPU to themselves, then eager PyTorch."""
+    deadline = time.monotonic() + limit
+    rows: dict[int, dict[str, Any]] = {}
+    for kinds, workers in ((("check", "update"), WORKERS), (("time",), 1), (("eager",), WORKERS)):
+        numbers = [n for n, job in enumerate(every) if job.kind in kinds]
+        parts = [numbers[i::workers] for i in range(workers)]
+        with ThreadPoolExecutor(workers) as pool:
+            for part in pool.map(do, parts, [kinds != ("time",)] * workers, [deadline] * workers):
+                rows |= part
+    return [rows[n] for n in range(len(every))]
+
+
+def collect(every: list[Job], rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by section; what eager PyTorch gave goes to the row of the chosen kernel."""
+    record: dict[str, list[dict[str, Any]]] = {"attention": [], "updates": [], "times": [], "failed": []}
+    theirs = {(j.name, j.dtype): row for j, row in zip(every, rows, strict=True) if j.kind == "eager"}
+    for job, row in zip(every, rows, strict=True):
+        dtype = str(job.dtype)[6:]
+        if "error" in row or row.get("agrees") is False:
+            record["failed"].append({"job": str(job), "counts": ours(job)} | row)
+        if job.kind == "check" and row:
+            row = {"case": job.name, "dtype": dtype, "kernel": job.kernel, "chosen": job.kernel == "chosen"} | row
+            other = theirs[job.name, job.dtype] if row["chosen"] else {}
+            row |= {"eager": other["eager"]} if "eager" in other else {}
+            row |= {"eager_error": other["error"]} if "error" in other else {}
+            record["attention"].append(row)
+        elif job.kind == "update":
+            record["updates"].append({"update": job.name, "dtype": dtype, "options": job.options} | row)
+        elif job.kind == "time":
+            record["times"].append({"shape": job.name, "dtype": dtype, "kernel": job.kernel, "chosen": False} | row)
+    record["attention"].sort(key=lambda r: [c.name for c in CASES].index(r["case"]))
+    record["times"].sort(key=lambda r: (list(TIMED).index(r["shape"]), r["dtype"]))
+    return record
+
+
+def ours(job: Job) -> bool:
+    """Whether a failure is our op's: not eager PyTorch's, nor of a kernel tried on a case beside the chosen one."""
+    return job.kind == "update" or job.kernel == "chosen" or (job.kind == "time" and job.kernel != "eager SDPA")
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -427,6 +604,7 @@ def markdown(record: dict[str, Any]) -> str:
     for r in record["attention"]:
         cells = [number(r.get(k)) for k in ("out", "lse", "dq", "dk", "dv", "eager", "graph")]
         verdict = "agrees" if r["agrees"] else r.get("error", "differs")
+        verdict += f"; eager: {r['eager_error']}" if "eager_error" in r else ""
         kernel = f"**{r['kernel']}**" if r["chosen"] else r["kernel"]
         lines.append(
             f"| {r['case']} | {r['dtype']} | {kernel} | {' | '.join(cells)} | {r.get('layout', '')} | {verdict} |"
@@ -440,58 +618,48 @@ def markdown(record: dict[str, Any]) -> str:
         lines.append(f"| {r['update']} | {r['dtype']} | {options} | {' | '.join(cells)} | {verdict} |")
     lines += ["", "Milliseconds, median; `both in a graph` is forward and backward in one CUDA graph:", ""]
     lines += [
-        "| shape | dtype | kernel | forward | backward | both in a graph | both |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | dtype | kernel | forward | backward | both in a graph | both | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in record["times"]:
         cells = [number(r.get(k), ".3f") for k in ("forward_ms", "backward_ms", "graph_ms", "both_ms")]
         kernel = f"**{r['kernel']}**" if r["chosen"] else r["kernel"]
-        lines.append(f"| {r['shape']} | {r['dtype']} | {kernel} | {' | '.join(cells)} | {r.get('error', '')}")
+        lines.append(f"| {r['shape']} | {r['dtype']} | {kernel} | {' | '.join(cells)} | {r.get('error', '')} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
-    out = parser.parse_args().out
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which what is left is not run")
+    parser.add_argument("--jobs", help="numbers of the jobs that this process does itself (used by the parent)")
+    parser.add_argument("--log", type=pathlib.Path, help="where it writes what it does")
+    given = parser.parse_args()
     if not torch.cuda.is_available():
         print("this needs a CUDA GPU, and torch finds none here")
         return 2
-    torch.backends.cuda.matmul.allow_tf32 = False
+    if given.jobs:
+        return child([int(n) for n in given.jobs.split(",")], given.log)
     start = time.perf_counter()
-    attention = [row for case in CASES for dtype in case.types for row in check_case(case, dtype)]
-    adam = [dict(), dict(amsgrad=True), dict(maximize=True)]
-    updates = [
-        check_update(kind, dtype, **options)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for kind, choices in (
-            (torch.optim.AdamW, adam),
-            (torch.optim.Adam, adam),
-            (torch.optim.SGD, [dict(), dict(nesterov=True), dict(maximize=True)]),
-        )
-        for options in choices
-    ]
-    times = []
-    for name, case in TIMED.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            times += time_case(name, case, dtype)
-    record = {
+    every = jobs()
+    record: dict[str, Any] = {
         "command": "python bench/attention_cuda.py",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "gpu": torch.cuda.get_device_name(),
         "cudnn": torch.backends.cudnn.version(),
-        "seconds": time.perf_counter() - start,
-        "attention": attention,
-        "updates": updates,
-        "times": times,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "attention_cuda.json").write_text(json.dumps(record, indent=1) + "\n")
+    record |= collect(every, do_all(every, given.limit))
+    record["seconds"] = time.perf_counter() - start
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "attention_cuda.json").write_text(json.dumps(record, indent=1) + "\n")
     text = markdown(record)
-    (out / "attention_cuda.md").write_text(text)
+    (given.out / "attention_cuda.md").write_text(text)
     print(text)
-    return 0 if all(r["agrees"] for r in attention if r["chosen"]) and all(r["agrees"] for r in updates) else 1
+    for failure in record["failed"]:
+        reason = failure.get("error", "differs") + (f", at {failure['stage']}" if "stage" in failure else "")
+        print(f"{'FAILED' if failure['counts'] else 'failed (not ours, or not chosen)'}: {failure['job']}: {reason}")
+    return 1 if any(f["counts"] for f in record["failed"]) else 0
 
 
 if __name__ == "__main__":

@@ -214,9 +214,9 @@ def report(record: dict[str, Any]) -> str:
         "Plans are made for a CPU in both kinds: *state last*, as a CPU runs them (nothing of the model changes before "
         "everything else is done), and *updates early*, as CUDA runs them. Arena: all memory of the step beside its "
         "arguments. *Program order* is the least arena that the program's own order needs, in-place writes and "
-        "donation included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. Seconds "
-        "include expanding the optimizer's updates and tracing every kernel; *tracing* is the second of these alone, "
-        "for one plan; *verify* is `verify_plan` on the plan in the move dialect.",
+        "donation included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. "
+        "Seconds include expanding the optimizer's updates and tracing every kernel; *tracing* is the second of "
+        "these alone, for one plan; *verify* is `verify_plan` on the plan in the move dialect.",
         "",
         "| network | plan | ops | launches | seconds | tracing | verify | arena MiB | gap | program order MiB |"
         " saved by order | order |",

@@ -31,7 +31,7 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, masks, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms import casts, masks, offload, recompute, regenerate  # noqa: F401  (they register their passes)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.budget import BudgetReport, fit_budget
 from .transforms.opportunity import do_nothing, transform, whatever
@@ -179,6 +179,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             options.memory_budget,
             machine_of(device),
             options.forbid,
+            offload=device.type == "cuda" and options.level >= 4,
         )
         recipe += more
     optimised_at = clock()

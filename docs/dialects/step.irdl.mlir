@@ -656,6 +656,12 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
   }
+  irdl.operation @fetch {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+  }
   irdl.operation @flip {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -669,6 +675,72 @@ irdl.dialect @step {
     %c1 = irdl.base "!builtin.tensor"
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
+  }
+  irdl.operation @fused_adam {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "!builtin.tensor"
+    %c4 = irdl.base "!builtin.tensor"
+    %c5 = irdl.base "!builtin.tensor"
+    %c6 = irdl.base "!builtin.tensor"
+    %c7 = irdl.base "!builtin.tensor"
+    %c8 = irdl.base "!builtin.tensor"
+    %c9 = irdl.base "!builtin.tensor"
+    %c10 = irdl.base "!builtin.tensor"
+    %c11 = irdl.base "!builtin.tensor"
+    %c12 = irdl.base "!builtin.tensor"
+    %c13 = irdl.base "!builtin.tensor"
+    %c14 = irdl.base "!builtin.tensor"
+    %c15 = irdl.is true
+    %c16 = irdl.is false
+    %c17 = irdl.any_of(%c15, %c16)
+    irdl.operands(parameter: %c0, gradient: %c1, exp_avg: %c2, exp_avg_sq: %c3, max_exp_avg_sq: optional %c4, new_step: %c5, lr: %c6, beta1: %c7, beta2: %c8, weight_decay: %c9, eps: %c10)
+    irdl.results(new_parameter: %c11, new_exp_avg: %c12, new_exp_avg_sq: %c13, new_max_exp_avg_sq: variadic %c14)
+    irdl.attributes { "maximize" = %c17 }
+  }
+  irdl.operation @fused_adamw {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "!builtin.tensor"
+    %c4 = irdl.base "!builtin.tensor"
+    %c5 = irdl.base "!builtin.tensor"
+    %c6 = irdl.base "!builtin.tensor"
+    %c7 = irdl.base "!builtin.tensor"
+    %c8 = irdl.base "!builtin.tensor"
+    %c9 = irdl.base "!builtin.tensor"
+    %c10 = irdl.base "!builtin.tensor"
+    %c11 = irdl.base "!builtin.tensor"
+    %c12 = irdl.base "!builtin.tensor"
+    %c13 = irdl.base "!builtin.tensor"
+    %c14 = irdl.base "!builtin.tensor"
+    %c15 = irdl.is true
+    %c16 = irdl.is false
+    %c17 = irdl.any_of(%c15, %c16)
+    irdl.operands(parameter: %c0, gradient: %c1, exp_avg: %c2, exp_avg_sq: %c3, max_exp_avg_sq: optional %c4, new_step: %c5, lr: %c6, beta1: %c7, beta2: %c8, weight_decay: %c9, eps: %c10)
+    irdl.results(new_parameter: %c11, new_exp_avg: %c12, new_exp_avg_sq: %c13, new_max_exp_avg_sq: variadic %c14)
+    irdl.attributes { "maximize" = %c17 }
+  }
+  irdl.operation @fused_sgd {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "!builtin.tensor"
+    %c4 = irdl.base "!builtin.tensor"
+    %c5 = irdl.base "!builtin.tensor"
+    %c6 = irdl.base "!builtin.tensor"
+    %c7 = irdl.base "!builtin.tensor"
+    %c8 = irdl.base "!builtin.tensor"
+    %c9 = irdl.is true
+    %c10 = irdl.is false
+    %c11 = irdl.any_of(%c9, %c10)
+    %c12 = irdl.is true
+    %c13 = irdl.is false
+    %c14 = irdl.any_of(%c12, %c13)
+    irdl.operands(parameter: %c0, gradient: %c1, momentum_buffer: optional %c2, lr: %c3, weight_decay: %c4, momentum: optional %c5, dampening: optional %c6)
+    irdl.results(new_parameter: %c7, new_momentum_buffer: variadic %c8)
+    irdl.attributes { "nesterov" = %c11, "maximize" = %c14 }
   }
   irdl.operation @gather {
     %c0 = irdl.base "!builtin.tensor"
@@ -1052,6 +1124,12 @@ irdl.dialect @step {
     irdl.operands(dy: %c0, target: %c1, weight: optional %c2)
     irdl.results(dx: %c3)
     irdl.attributes { "classes" = %c4, "ignore_index" = %c5, "reduction" = %c9 }
+  }
+  irdl.operation @offload {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
   }
   irdl.operation @opaque {
     %c0 = irdl.any

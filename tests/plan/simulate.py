@@ -1,7 +1,8 @@
 """Replays a plan on real memory, to prove it: one arena of bytes, every buffer a view, every launch one ATen call.
 
 Written apart from the planner: it believes nothing but the plan. Memory is filled with NaN before the step and again
-whenever a buffer's time is over, so reading too early, too late or from the wrong place shows in the results.
+whenever a buffer's time is over, so reading too early, too late or from the wrong place shows in the results. A copy on
+another stream runs as late as it may: when something waits for it.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ class Memory:
         self.arena = torch.empty(plan.arena, dtype=torch.uint8) if arena is None else arena
         assert self.arena.numel() == plan.arena
         self.arena.fill_(POISON)
+        self.pinned = torch.full((plan.pinned,), POISON, dtype=torch.uint8)
         self.constants: dict[int, torch.Tensor] = {}
         self.host: dict[int, Any] = {}
 
     def bytes_of(self, number: int) -> torch.Tensor:
-        """The stretch of the arena that a buffer owns."""
+        """The stretch of the arena, or of the host's memory, that a buffer owns."""
         buffer = self.plan.buffers[number]
-        assert buffer.space == "arena" and buffer.base < 0
-        assert buffer.offset >= 0 and buffer.offset + buffer.bytes <= self.plan.arena
+        assert buffer.space in ("arena", "pinned") and buffer.base < 0
+        memory = self.arena if buffer.space == "arena" else self.pinned
+        assert buffer.offset >= 0 and buffer.offset + buffer.bytes <= memory.numel()
         assert buffer.offset % self.plan.alignment == 0
-        return self.arena[buffer.offset : buffer.offset + buffer.bytes]
+        return memory[buffer.offset : buffer.offset + buffer.bytes]
 
     def __getitem__(self, number: int) -> Any:
         buffer = self.plan.buffers[number]
@@ -62,7 +65,7 @@ class Memory:
         inner = 0 if buffer.base < 0 else buffer.offset
         assert inner % dtype.itemsize == 0
         owner = self.plan.owner(number)
-        if buffer.space == "arena":
+        if buffer.space in ("arena", "pinned"):
             if not buffer.type.size:
                 return torch.empty(buffer.type.shape, dtype=dtype)
             flat = self.bytes_of(owner).view(dtype)
@@ -94,9 +97,20 @@ def simulate(
     dying: dict[int, list[int]] = {}
     for number, buffer in plan.owners():
         dying.setdefault(buffer.last, []).append(number)
+    beside: dict[int, tuple[Any, Any]] = {}  # copies on other streams that nobody has waited for: from, to
     for position, launch in enumerate(plan.launches):
         operands = [memory[number] for number in launch.reads]
-        if launch.provider == "copy":
+        for awaited in launch.waits:
+            stream = plan.launches[awaited].stream
+            for p in [p for p in beside if p <= awaited and plan.launches[p].stream == stream]:
+                source, target = beside.pop(p)
+                target.copy_(source)
+        if launch.stream:
+            beside[position] = (operands[0], memory[launch.writes[0]])
+            continue
+        if launch.provider == "wait":
+            made: tuple[Any, ...] = ()
+        elif launch.provider == "copy":
             made = (operands[0].clone(),)
         elif launch.provider == "host":
             op = ops[launch.op]
@@ -122,6 +136,7 @@ def simulate(
             target.copy_(value.clone())
         for number in dying.get(position, ()):
             memory.bytes_of(number).fill_(POISON)
+    assert not beside, "the step is over before its copies are"
     for returned in plan.results:
         value = memory[returned.buffer]
         if returned.way == "host":

@@ -63,6 +63,8 @@ def test_a_step_with_a_causal_mask_trains_like_eager() -> None:
     torch.manual_seed(0)
     model = Model()
     x = torch.randn(2, 5, 8)
-    step = ws.compile(model, lambda m, x: m(x).pow(2).mean(), torch.optim.SGD(model.parameters(), 0.1), (x,), verify=True)
+    step = ws.compile(
+        model, lambda m, x: m(x).pow(2).mean(), torch.optim.SGD(model.parameters(), 0.1), (x,), verify=True
+    )
     step(x)
     assert step.verified and "causal = true" in str(step.program())

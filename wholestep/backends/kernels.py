@@ -263,9 +263,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = schema_of(func).name
         self.problem = self.problem or self.refusal(name)
-        if (
-            self.problem or func.namespace == "prim"
-        ):  # an exception would pass through C++ code that does not expect one: it is raised at the end
+        # (an exception would pass through C++ code that does not expect one: it is raised at the end)
+        if self.problem or func.namespace == "prim":
             return func(*args, **kwargs)
         if is_composite(func) and not has_kernel(func, self.device.type):
             with self:
@@ -279,20 +278,16 @@ class _Recorder(TorchDispatchMode):
                 return _BY_OTHERS[name](*args, **kwargs)
         if writes_arguments(func):
             return self.mutate(func, args, kwargs, given, named)
-        made = func(*args, **kwargs)
+        made = as_kernels_lay_out(name, args, func(*args, **kwargs))
         outputs = made if isinstance(made, list | tuple) else (made,)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if len(tensors) != len(outputs):
             if any(isinstance(t, torch.Tensor) for t in outputs):
                 self.fresh(NEW, func, given, named, outputs)
             return made
-        if (
-            gives_views(func)
-            or name == "aten::_unsafe_view"
-            or (len(tensors) == 1 and id(tensors[0]) in self.number_of)
-        ):
-            if len(tensors) == 1 and id(tensors[0]) in self.number_of:
-                return made
+        if len(tensors) == 1 and id(tensors[0]) in self.number_of:
+            return made
+        if gives_views(func) or name == "aten::_unsafe_view":
             base = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             root = self.root[self.number_of[id(base)]]
             numbers = tuple(self.add(t, root) for t in tensors)
@@ -369,6 +364,27 @@ class _Recorder(TorchDispatchMode):
                 numbers.append(number)
         self.steps.append(Step(MUTATE, func, given, named, tuple(numbers), (), torch.Tag.pointwise in func.tags))
         return made
+
+
+def as_kernels_lay_out(name: str, args: tuple[Any, ...], made: Any) -> Any:
+    """Results of convolutions as the libraries lay them out, where torch's rules for tensors without memory do not say.
+
+    A gradient lies as what it is the gradient of; a result has channels last where an operand has.
+    """
+    if name == "aten::convolution_backward":
+        like = (args[1], args[2], None)
+        return tuple(laid(t, other) for t, other in zip(made, like, strict=True))
+    if name == "aten::convolution" and made.dim() == 4:
+        last = torch.channels_last
+        if any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2]):
+            return made.as_strided(made.shape, torch.empty(made.shape, memory_format=last, device="meta").stride())
+    return made
+
+
+def laid(tensor: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or like is None or not is_dense(tuple(like.shape), tuple(like.stride())):
+        return tensor
+    return tensor.as_strided(tensor.shape, like.stride())
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

@@ -170,7 +170,7 @@ class Frame:
     def calls(self, position: int) -> list[Call]:
         """The operators of a launch that is no launch of micro-batches, in turn."""
         launch = self.plan.launches[position]
-        if launch.provider == "host":
+        if launch.provider in ("host", "wait"):
             return []
         if launch.provider == "copy":
             return copied(self.read(launch.reads[0]), self.write(launch.writes[0]))

@@ -14,12 +14,17 @@ from ..backends.aten import lower
 from ..backends.host import host_function
 from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
 from ..dialects.step import constant_value, ir_dtype, torch_dtype
-from ..dialects.strides import Strides, row_major, same_places, view_of
+from ..dialects.step.transfer import Fetch, Offload
+from ..dialects.strides import Strides, is_dense, row_major, same_places, view_of
+from ..errors import WholestepError
 from ..ir.core import Op, Value
+from ..ir.dialect import OpDef
 from ..ir.types import ScalarType, TensorType
 
 UI8 = ScalarType("ui8")
-ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW = "argument", "constant", "host", "launch", "view"
+ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW, PINNED = "argument", "constant", "host", "launch", "view", "pinned"
+#: copies to and from host memory each have a stream beside that of the kernels
+STREAMS: dict[type[OpDef], int] = {Offload: 1, Fetch: 2}
 
 
 @dataclass(slots=True)
@@ -44,6 +49,8 @@ class Flat:
     over: list[tuple[tuple[int, ...], ...]] = field(
         default_factory=list
     )  # per write: positions in reads it may replace
+    stream: list[int] = field(default_factory=list)
+    awaits: list[int] = field(default_factory=list)  # of a wait: the copy on another stream it waits for
     body: list[int] = field(default_factory=list)  # number of the plan that a launch of micro-batches runs
     workspace: list[int] = field(default_factory=list)  # the value that is memory for the launch alone
     kernel: list[Kernel | None] = field(default_factory=list)
@@ -52,6 +59,7 @@ class Flat:
     )  # whether the launch may fail: for its batch, or for lack of memory
 
     arguments: int = 0
+    ready: dict[int, int] = field(default_factory=dict)  # value that a copy on another stream makes -> its wait
     unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
     results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
 
@@ -78,6 +86,8 @@ class Flat:
         self.name.append("copy")
         self.phase.append("")
         self.layer.append("")
+        self.stream.append(0)
+        self.awaits.append(-1)
         self.body.append(-1)
         self.workspace.append(-1)
         return len(self.op) - 1
@@ -145,6 +155,8 @@ class _Flattener:
             elif not op.operands:
                 for result in op.results:
                     self.numbers[result] = self.flat.value(CONSTANT, result.type, row_major(result.type.shape), number)
+            elif op.definition in STREAMS:
+                self.as_transfer(op, number)
             elif not self.on_host(op, number) and not self.as_view(op, number):
                 self.as_launch(op, number)
         self.give_back(function, block.last)
@@ -183,6 +195,38 @@ class _Flattener:
         flat.offset[value] = flat.offset[base] + offset * element.bytes
         self.numbers[op.result] = value
         return True
+
+    def as_transfer(self, op: Op, number: int) -> None:
+        """A copy to or from host memory on a stream of its own, and the wait for it.
+
+        Until that wait the copy's source is in use, and nothing may read its result.
+        """
+        flat, source = self.flat, self.numbers[op.operands[0]]
+        fetches = op.definition is Fetch
+        if fetches != (flat.kind[source] == PINNED) or flat.type[source] is not op.result.type:
+            raise WholestepError(f"{op.name} of layer {op.loc.layer or '(none)'} reads {flat.kind[source]} memory")
+        if not fetches and not is_dense(op.result.type.shape, flat.strides[source]):
+            source = self.compact(op, number, source)
+        copy = flat.launch(number, "copy", (source,))
+        flat.stream[copy] = STREAMS[op.definition]
+        kind = LAUNCH if fetches else PINNED
+        made = flat.value(kind, op.result.type, flat.strides[source], number, copy)
+        flat.writes[copy] = (made,)
+        self.numbers[op.result] = made
+        self.describe(copy, op)
+        wait = flat.launch(-1, "wait", (made if fetches else source,))
+        self.describe(wait, op)
+        flat.name[wait] = "wait"
+        flat.awaits[wait], flat.ready[made] = copy, wait
+
+    def compact(self, op: Op, number: int, value: int) -> int:
+        """A copy of a value that lies row by row: only what fills its memory travels as one stretch."""
+        flat, type = self.flat, self.flat.type[value]
+        launch = flat.launch(number, "copy", (value,))
+        copy = flat.value(LAUNCH, type, row_major(type.shape), number, launch)
+        flat.writes[launch] = (copy,)
+        self.describe(launch, op)
+        return copy
 
     def as_launch(self, op: Op, number: int) -> None:
         flat, values = self.flat, self.numbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dialects.strides import same_places
-from .launches import ARGUMENT, HOST, LAUNCH, Flat
+from .launches import ARGUMENT, HOST, LAUNCH, PINNED, Flat
 from .plan import aligned
 
 #: readers of what outlives the step
@@ -57,17 +57,18 @@ def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Grap
     predecessors: list[set[int]] = []
     for i in range(launches):
         mine = dict.fromkeys(root[v] for v in flat.reads[i])
-        predecessors.append({made_by[r] for r in mine if made_by[r] >= 0})
+        first = {flat.ready.get(r, made_by[r]) for r in mine} | {flat.awaits[i]}
+        predecessors.append(first - {i, -1})
         kept = tuple([r for r in mine if kind[r] in (LAUNCH, ARGUMENT)])
         for r in kept:
             readers[r].append(i)
             count[r] += 1
         reads.append(kept)
-        begun = tuple([v for v in flat.writes[i] if v >= 0 and kind[v] != HOST])
+        begun = tuple([v for v in flat.writes[i] if v >= 0 and kind[v] not in (HOST, PINNED)])
         places = [
             tuple(dict.fromkeys([root[flat.reads[i][p]] for p in positions]))
             for v, positions in zip(flat.writes[i], flat.over[i] or [()] * len(flat.writes[i]), strict=True)
-            if v >= 0 and kind[v] != HOST
+            if v >= 0 and kind[v] not in (HOST, PINNED)
         ]
         if flat.workspace[i] >= 0:
             begun = (*begun, flat.workspace[i])

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from ..ir.types import TensorType
 
-#: what a buffer is: an argument of the program, memory of the arena, memory made once, or a number on the host
-SPACES = ("external", "arena", "constant", "host")
+#: what a buffer is: an argument of the program, memory of the arena, memory made once, a number on the host, or host
+#: memory that values wait in, page-locked where there is a GPU
+SPACES = ("external", "arena", "constant", "host", "pinned")
 #: how a buffer came to its memory: its own, the memory of a dead value (of its own launch, or an argument's), a view
 SHARES = ("own", "in_place", "donated", "view")
 #: how a result leaves: it already lies in the argument it replaces, it is copied there, it stays where it is, it is
@@ -21,7 +22,8 @@ WAYS = ("in_place", "copy", "output", "same", "host")
 
 @dataclass(slots=True)
 class Buffer:
-    """One tensor in memory. `offset` is in bytes: from the arena's start where it owns memory, else from its base."""
+    """One tensor in memory. `offset` is in bytes: where it owns memory from the start of the arena, or of all pinned
+    memory, else from its base."""
 
     type: TensorType
     strides: tuple[int, ...]  # in elements
@@ -44,13 +46,15 @@ class Launch:
     """One call. `reads` and `writes` are buffers, in the order of the call's operands and the op's results.
 
     A result that nobody reads is written nowhere: -1. `in_place` pairs a position in `writes` with the position in
-    `reads` whose memory it takes.
+    `reads` whose memory it takes. Launches of one stream run in turn; `waits` orders them against those of others. A
+    "wait" runs nothing: what follows on its stream comes after the copy it waits for, and until then the buffer that it
+    reads is in use.
     """
 
     op: int  # number of the op in the planned function; -1 for a copy
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    provider: str  # aten, host, choose (one of two tensors, by a number of the host), copy, micro_batches
+    provider: str  # aten, host, choose (one of two tensors, by a number of the host), copy, wait, micro_batches
     in_place: tuple[tuple[int, int], ...] = ()
     stream: int = 0
     name: str = ""
@@ -59,6 +63,7 @@ class Launch:
     body: int = -1  # for micro_batches: number of the plan in `Plan.bodies`
     workspace: int = -1  # the buffer that is memory for the launch alone; for micro_batches the arena of that plan
     makes: int = 0  # bytes that its provider allocates by itself while it runs
+    waits: tuple[int, ...] = ()  # positions of earlier launches on other streams that must be over before it
 
 
 @dataclass(slots=True)
@@ -91,14 +96,26 @@ class Plan:
     assumed: list[str] = field(default_factory=list)
 
     @property
+    def pinned(self) -> int:
+        """Bytes of host memory that values wait in, without those of the plans it runs."""
+        return sum(aligned(b.type.bytes, self.alignment) for b in self.buffers if b.space == "pinned")
+
+    @property
+    def streams(self) -> int:
+        """How many streams its launches, and those of the plans it runs, are on."""
+        return max([1 + launch.stream for launch in self.launches] + [body.streams for body in self.bodies], default=1)
+
+    @property
     def gap(self) -> float:
         """How much larger the arena is than the least possible for this order, as a share."""
         return self.arena / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def bytes_in(self, space: str) -> int:
-        """Bytes of one space that are there for the whole step; for the arena, its size."""
+        """Bytes of one space that are there for the whole step; for the arena its size, for pinned memory its too."""
         if space == "arena":
             return self.arena
+        if space == "pinned":
+            return self.pinned + sum(body.pinned for body in self.bodies)
         return sum(b.bytes for b in self.buffers if b.space == space and b.base < 0)
 
     @property

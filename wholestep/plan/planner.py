@@ -17,11 +17,12 @@ from ..ir.core import Op
 from ..ir.hashing import structural_hash
 from ..transforms.expand import expanded
 from .aliases import Assignment, assign
-from .launches import CONSTANT, HOST, VIEW, Body, Flat, flatten
+from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, flatten
 from .liveness import Graph, build_graph
 from .order import best_order
+from .overlap import link_slowdown, overlapped, waits_of
 from .place import Placement, place
-from .plan import Buffer, Launch, Plan, Returned
+from .plan import Buffer, Launch, Plan, Returned, aligned
 
 #: bytes that addresses are multiples of
 ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -110,12 +111,20 @@ class _Planner:
             name, order = "program", list(range(len(flat.op)))
             found = assign(graph, order)
             program_peak = found.peak
+        copies = any(flat.stream)
+        slowdown = link_slowdown(self.device.type) if copies else 1.0
+        if copies:
+            order = overlapped(flat, graph, order, slowdown)
+            found = assign(graph, order)
         placement = place(found.start, found.end, found.size, found.peak, self.omnimalloc)
         if placement.size > program_peak:  # gaps may have eaten what the order gained
-            plain = assign(graph, list(range(len(flat.op))))
+            program = list(range(len(flat.op)))
+            if copies:
+                program = overlapped(flat, graph, program, slowdown)
+            plain = assign(graph, program)
             other = place(plain.start, plain.end, plain.size, plain.peak, self.omnimalloc)
             if other.size < placement.size:
-                name, order, found, placement = "program", list(range(len(flat.op))), plain, other
+                name, order, found, placement = "program", program, plain, other
         kinds, names = argument_words(function)
         plan = Plan(
             function.attributes["sym_name"],
@@ -155,8 +164,8 @@ def fill(
     kinds: list[str],
 ) -> None:
     """Writes down buffers, launches and results."""
-    plan.buffers = buffers_of(flat, graph, found, placement, kinds)
-    for launch in order:
+    plan.buffers = buffers_of(flat, graph, found, placement, kinds, plan.alignment)
+    for launch, waits in zip(order, waits_of(flat, order), strict=True):
         reads, writes = flat.reads[launch], flat.writes[launch]
         pairs = tuple(
             [
@@ -174,13 +183,14 @@ def fill(
                 writes,
                 flat.provider[launch],
                 pairs,
-                0,
+                flat.stream[launch],
                 flat.name[launch],
                 flat.phase[launch],
                 flat.layer[launch],
                 flat.body[launch],
                 flat.workspace[launch],
                 0 if (kernel := flat.kernel[launch]) is None else kernel.makes,
+                waits,
             )
         )
     give_back(plan, flat, graph, found)
@@ -209,9 +219,11 @@ def give_back(plan: Plan, flat: Flat, graph: Graph, found: Assignment) -> None:
         plan.results.append(Returned(value, argument, way))
 
 
-def buffers_of(flat: Flat, graph: Graph, found: Assignment, placement: Placement, kinds: list[str]) -> list[Buffer]:
-    """One buffer per value, with its memory."""
-    arguments = graph.arguments
+def buffers_of(
+    flat: Flat, graph: Graph, found: Assignment, placement: Placement, kinds: list[str], alignment: int
+) -> list[Buffer]:
+    """One buffer per value, with its memory. What waits in host memory lies there side by side."""
+    arguments, pinned = graph.arguments, 0
     lifetimes = lifetimes_of(flat, graph, found, kinds)
     owner: dict[int, int] = {}  # place of the arena -> the first value there
     out: list[Buffer] = []
@@ -223,6 +235,9 @@ def buffers_of(flat: Flat, graph: Graph, found: Assignment, placement: Placement
         buffer.argument = value if value < arguments else -1
         if root_kind == HOST:
             buffer.space = "host"
+        elif root_kind == PINNED:
+            buffer.space, buffer.offset = "pinned", pinned
+            pinned += aligned(flat.bytes(value), alignment)
         elif root_kind == CONSTANT:
             buffer.space = "constant"
             buffer.base = root if value != root else -1
@@ -255,6 +270,8 @@ def lifetimes_of(flat: Flat, graph: Graph, found: Assignment, kinds: list[str]) 
             out.append("batch" if slot in _NUMBERS else _LIFETIMES.get(slot, "state" if slot else "batch"))
         elif kind == CONSTANT:
             out.append("constant")
+        elif kind == PINNED:
+            out.append("activation")
         elif 0 <= place < graph.arguments:
             out.append(out[place])
         elif value in outputs:

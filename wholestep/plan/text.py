@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dialects import context
-from ..dialects.move import Alloc, Arena, Copy, External, Results, Reuse, View, space, verify_plan
+from ..dialects.move import Alloc, Arena, Copy, External, Results, Reuse, View, Wait, space, verify_plan
 from ..dialects.move import Launch as LaunchOp
 from ..dialects.strides import row_major
 from ..errors import SavedStepError, WholestepError
@@ -34,7 +34,7 @@ def plan_to_module(plan: Plan) -> Op:
     with collector_paused():
         root = module()
         root.attributes["move.phase"] = "placed"
-        root.attributes["move.streams"] = ["cuda:0" if plan.device == "cuda" else "cpu"]
+        root.attributes["move.streams"] = ["cuda:0" if plan.device == "cuda" else "cpu"] * plan.streams
         for number, each in enumerate([plan, *plan.bodies]):
             if each.bodies and number:
                 raise WholestepError("a plan inside a plan runs no plans of its own")
@@ -51,7 +51,12 @@ class _Writer:
         self.b = Builder(function.regions[0].block)
         self.where = space("hbm" if plan.device == "cuda" else "host")
         self.arena = Arena.build(self.b, space=self.where, size=plan.arena, alignment=plan.alignment).result
+        self.pinned: Value | None = None
+        if plan.pinned:
+            where = space("pinned")
+            self.pinned = Arena.build(self.b, space=where, size=plan.pinned, alignment=plan.alignment).result
         self.values: dict[int, Value] = {}
+        self.tokens: list[Value | None] = []  # per launch; None for a wait
         self.constants = sum(b.argument >= 0 for b in plan.buffers)  # constants are numbered after the arguments
         for number in range(len(plan.buffers)):
             self.buffer(number)
@@ -88,8 +93,9 @@ class _Writer:
             op = View.build(self.b, self.buffer(b.of), offset=b.offset, **fields)
         elif b.base >= 0:
             op = Reuse.build(self.b, self.buffer(b.of), lifetime=b.lifetime, **fields)
-        elif b.space == "arena":
-            op = Alloc.build(self.b, self.arena, space=self.where, lifetime=b.lifetime, offset=b.offset, **fields)
+        elif b.space in ("arena", "pinned"):
+            arena, where = (self.arena, self.where) if b.space == "arena" else (self.pinned, space("pinned"))
+            op = Alloc.build(self.b, arena, space=where, lifetime=b.lifetime, offset=b.offset, **fields)
         else:
             index = b.argument
             if b.space == "constant":
@@ -108,8 +114,17 @@ class _Writer:
         b.phase = launch.phase
         reads = [self.values[n] for n in launch.reads if buffers[n].space != "host"]
         writes = [self.values[n] for n in launch.writes if n >= 0 and buffers[n].space != "host"]
+        tokens = [self.tokens[p] for p in launch.waits]
+        if launch.provider == "wait":
+            wait = Wait.build(b, tokens, stream=launch.stream, result_types=())
+            wait.attributes["plan.reads"] = launch.reads
+            self.tokens.append(None)
+            return
         if launch.provider == "copy" and buffers[launch.reads[0]].type is buffers[launch.writes[0]].type:
-            Copy.build(b, reads[0], writes[0], stream=launch.stream)
+            copy = Copy.build(b, reads[0], writes[0], tokens, stream=launch.stream)
+            if launch.op >= 0:
+                copy.attributes["plan.op"], copy.attributes["plan.what"] = launch.op, launch.name
+            self.tokens.append(copy.result)
             return
         if launch.workspace >= 0:
             writes.append(self.values[launch.workspace])
@@ -120,12 +135,13 @@ class _Writer:
             b,
             reads,
             writes,
-            [],
+            tokens,
             ops=(launch.op,) if launch.op >= 0 else (),
             provider=launch.provider,
             stream=launch.stream,
             in_place=pairs,
         )
+        self.tokens.append(op.result)
         op.attributes["plan.what"] = launch.name
         for key, numbers in (("plan.host_reads", launch.reads), ("plan.host_writes", launch.writes)):
             found = [(p, n) for p, n in enumerate(numbers) if n >= 0 and buffers[n].space == "host"]
@@ -173,7 +189,7 @@ def module_to_plan(root: Op) -> Plan:
 def _read(function: Op) -> Plan:
     about = function.attributes["move.plan"]
     block = function.regions[0].block
-    (arena,) = [op for op in block if op.definition is Arena]
+    (arena,) = [op for op in block if op.definition is Arena and not is_pinned(op)]
     plan = Plan(
         about["function"],
         about["fingerprint"],
@@ -203,14 +219,26 @@ def _read(function: Op) -> Plan:
     for number, buffer in numbered.items():
         if buffer.share == "donated" and (number, buffer.of) in taken:
             buffer.share = "in_place"
+    position: dict[Value, int] = {}  # of the launch that gives a token
     for op in block:
         if op.definition is LaunchOp:
-            plan.launches.append(_launch(op, number_of))
+            found = _launch(op, number_of)
+            tokens = LaunchOp.accesses(op)[2]
         elif op.definition is Copy:
             source, target = (number_of[v] for v in op.operands[:2])
-            plan.launches.append(
-                Launch(-1, (source,), (target,), "copy", (), op.stream, "copy", op.phase, op.loc.layer)
-            )
+            what, made_by = op.attributes.get("plan.what", "copy"), op.attributes.get("plan.op", -1)
+            found = Launch(made_by, (source,), (target,), "copy", (), op.stream, what, op.phase, op.loc.layer)
+            tokens = op.operands[2:]
+        elif op.definition is Wait:
+            reads = tuple(op.attributes["plan.reads"])
+            found = Launch(-1, reads, (), "wait", (), op.stream, "wait", op.phase, op.loc.layer)
+            tokens = op.operands
+        else:
+            continue
+        found.waits = tuple([position[t] for t in tokens])
+        if op.results:
+            position[op.result] = len(plan.launches)
+        plan.launches.append(found)
     plan.results = [Returned(buffer, argument, way) for buffer, argument, way in about["results"]]
     plan.note_uses()
     return plan
@@ -222,7 +250,8 @@ def _buffer(op: Op, number_of: dict[Value, int], numbered: dict[int, Buffer]) ->
     strides = fields.get("strides") or row_major(type.shape)
     made_by = fields.get("plan.made_by", -1)
     if op.definition is Alloc:
-        return Buffer(type, strides, "arena", fields["lifetime"], offset=fields["offset"], op=made_by)
+        where = "pinned" if is_pinned(op) else "arena"
+        return Buffer(type, strides, where, fields["lifetime"], offset=fields["offset"], op=made_by)
     if op.definition is External:
         own = "constant" if made_by >= 0 else "external"
         argument = -1 if made_by >= 0 else fields["index"]
@@ -236,6 +265,11 @@ def _buffer(op: Op, number_of: dict[Value, int], numbered: dict[int, Buffer]) ->
     else:
         found = Buffer(type, strides, under.space, fields["lifetime"], "donated", base, of, op=made_by)
     return found
+
+
+def is_pinned(op: Op) -> bool:
+    """Whether an arena, or what lies in one, is page-locked host memory."""
+    return op.attributes["space"] == space("pinned")
 
 
 def _taken(op: Op, number_of: dict[Value, int]) -> list[tuple[int, int]]:

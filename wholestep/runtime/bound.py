@@ -81,6 +81,27 @@ class Choice:
             move[0].copy_(move[1])
 
 
+class Beside:
+    """A copy between the device and page-locked memory on a stream of its own, after all that the stream of the kernels
+    has been given so far. In a graph that is captured it is a branch, which the wait for it joins again."""
+
+    __slots__ = ("out", "over", "source", "started", "stream")
+
+    def __init__(self, out: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream):
+        self.out, self.source, self.stream = out, source, stream
+        self.started, self.over = torch.cuda.Event(), torch.cuda.Event()
+
+    def __call__(self) -> None:
+        self.started.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(self.started)
+        with torch.cuda.stream(self.stream):
+            self.out.copy_(self.source, non_blocking=True)
+            self.over.record(self.stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_event(self.over)
+
+
 @dataclass(slots=True)
 class HostCall:
     """Arithmetic on numbers of the host."""
@@ -197,6 +218,7 @@ class Memory:
     arena: torch.Tensor
     arguments: Sequence[torch.Tensor | None]
     cells: Cells
+    pinned: torch.Tensor
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -212,10 +234,11 @@ class Memory:
         if buffer.space == "host":
             return self.cells.tensors[number]
         dtype = torch_dtype(buffer.type.element)
-        if buffer.space == "arena":
+        if buffer.space in ("arena", "pinned"):
             start = self.plan.buffers[owner].offset
             inner = buffer.offset if owner != number else 0
-            return self.at(start + inner, Spec(buffer.type.shape, buffer.strides, dtype))
+            memory = self.arena if buffer.space == "arena" else self.pinned
+            return self.at(start + inner, Spec(buffer.type.shape, buffer.strides, dtype), memory)
         base = self.arguments[owner] if buffer.space == "external" else self.constants[owner]
         assert base is not None
         if number == owner:
@@ -223,11 +246,12 @@ class Memory:
         offset = base.storage_offset() + buffer.offset // dtype.itemsize
         return base.as_strided(buffer.type.shape, buffer.strides, offset)
 
-    def at(self, offset: int, spec: Spec) -> torch.Tensor:
-        """Memory of the arena as a tensor."""
+    def at(self, offset: int, spec: Spec, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Memory of the arena, or of another block, as a tensor."""
+        memory = self.arena if memory is None else memory
         if not spec.bytes:
-            return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self.arena.device)
-        flat = self.arena[offset : offset + spec.bytes].view(spec.dtype)
+            return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=memory.device)
+        flat = memory[offset : offset + spec.bytes].view(spec.dtype)
         return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
 
 
@@ -242,6 +266,7 @@ class BoundPlan:
         arena: torch.Tensor | None = None,
         cells: Cells | None = None,
         counters: Sequence[int] = (),
+        pinned: torch.Tensor | None = None,
     ):
         self.planned, self.device = planned, device
         plan = self.plan = planned.plan
@@ -250,7 +275,11 @@ class BoundPlan:
             arena = torch.empty(plan.arena, dtype=torch.uint8, device=device)
         self.arena = arena
         self.cells = Cells(planned, device) if cells is None else cells
-        self.memory = Memory(plan, arena, arguments, self.cells)
+        self.pinned = pinned_memory(plan, device) if pinned is None else pinned
+        self.memory = Memory(plan, arena, arguments, self.cells, self.pinned)
+        #: copies on streams of their own, by the position of their launch
+        self.beside: dict[int, Beside] = {}
+        self.streams: dict[int, torch.cuda.Stream] = {}
         #: numbers of the host, by buffer
         self.values: list[Any] = [None] * len(plan.buffers)
         self.host: list[HostCall] = []
@@ -287,7 +316,13 @@ class BoundPlan:
             self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0], kind))
             return
         before = len(self.calls)
-        if launch.provider == "copy":
+        if launch.provider == "copy" and launch.stream and self.device.type == "cuda":
+            out, source = self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0])
+            self.beside[position] = Beside(out, source, self.stream(launch.stream))
+            self.calls.append((self.beside[position], (), {}))
+        elif launch.provider == "wait":
+            self.calls += [(self.beside[p].wait, (), {}) for p in launch.waits if p in self.beside]
+        elif launch.provider == "copy":
             self.copy(self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0]))
         elif launch.provider == "choose":
             condition, x, y = launch.reads
@@ -304,6 +339,12 @@ class BoundPlan:
         self.origin += [position] * added
         missing = len(self.calls) - len(self.sites)
         self.sites += [(launch, self.ops[launch.op] if launch.op >= 0 else None)] * missing
+
+    def stream(self, number: int) -> torch.cuda.Stream:
+        """A stream of the plan beside that of the kernels."""
+        if number not in self.streams:
+            self.streams[number] = torch.cuda.Stream(self.device)
+        return self.streams[number]
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
         if not same_memory(out, source):
@@ -380,7 +421,7 @@ class BoundPlan:
         """The body once per micro-batch, in the workspace of the launch; its results are gathered as they come."""
         op, memory = self.ops[launch.op], self.memory
         body = self.planned.bodies[launch.body]
-        arena = memory.tensor(launch.workspace)
+        arena, pinned = memory.tensor(launch.workspace), pinned_memory(body.plan, self.device)
         inputs: list[torch.Tensor] = [memory.tensor(n) for n in launch.reads]
         keys: dict[int, torch.Tensor] = {}
         for i, kind in enumerate(op.given):
@@ -396,7 +437,7 @@ class BoundPlan:
             ]
             if number:
                 arguments = [carry.get(i, x) for i, x in enumerate(arguments)]
-            inner = BoundPlan(body, self.device, arguments, arena)
+            inner = BoundPlan(body, self.device, arguments, arena, pinned=pinned)
             self.sites += [(launch, op)] * (len(self.calls) - len(self.sites)) + inner.sites
             self.calls += inner.calls
             outputs = inner.results()
@@ -462,6 +503,11 @@ class BoundPlan:
                 enter(f"ws:{self.origin[at]}")
                 call(*args, **kwargs)
                 leave()
+
+
+def pinned_memory(plan: Plan, device: torch.device) -> torch.Tensor:
+    """Host memory for what a plan takes there, page-locked where a GPU copies from and to it."""
+    return torch.empty(plan.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda" and plan.pinned > 0)
 
 
 def at_launch(error: Exception, launch: Launch, op: Op | None) -> Exception:

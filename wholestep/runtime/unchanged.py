@@ -29,7 +29,9 @@ class Snapshot:
         self.training = [m.training for m in modules]
         #: where modules keep children, parameters and buffers, how many, and which
         self.tables: list[dict[str, Any]] = [
-            t for m in modules for t in (m._modules, m._parameters, m._buffers)  # type: ignore[misc]
+            t
+            for m in modules
+            for t in (m._modules, m._parameters, m._buffers)  # type: ignore[misc]
         ]
         self.lengths = list(map(len, self.tables))
         self.places = [table for table in self.tables for _ in table]

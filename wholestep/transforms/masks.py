@@ -7,6 +7,7 @@ for both are faster and no mask is stored. Masks that depend on the batch stay.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -59,7 +60,8 @@ def constant_tensor(value: Value, known: dict[Value, torch.Tensor | None]) -> to
         if op is not None and issubclass(op.definition, StepOp) and hasattr(op.definition, "evaluate"):
             inputs = [constant_tensor(v, known) for v in op.operands]
             if all(v is not None for v in inputs) and len(op.results) == 1 and op.definition.pure:
-                run = op.definition.evaluate(op)  # type: ignore[attr-defined]
+                rule: Any = op.definition.evaluate  # type: ignore[attr-defined]
+                run = rule(op)
                 with torch.no_grad():
                     known[value] = run(*inputs) if inputs else run(device=torch.device("cpu"))
     return known[value]

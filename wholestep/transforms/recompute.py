@@ -91,6 +91,8 @@ def why_not(op: Op, late: list[Value], given_back: set[Value]) -> str:
         return f"{op.name} has effects"
     if not op.operands:
         return "it is a constant and costs no memory"
+    if op.name in ("step.offload", "step.fetch"):
+        return "it waits in host memory, and costs none of the device's"
     if any(r in given_back for r in late):
         return "the step gives it back, so it is kept anyway"
     return ""

@@ -294,6 +294,12 @@ sample("index", randn(3, 4), [torch.tensor([2, 0, 2])], dims=(0,))
 sample("index_put", randn(3, 4, 2), pair, randn(2, 5, 4, seed=1), dims=(0, 2), accumulate=True)
 sample("index_put", randn(3, 4), [torch.tensor([2, 0])], randn(4, seed=1), dims=(0,))
 
+# ---- transfers -------------------------------------------------------------------------------------------------------
+
+for name in ("offload", "fetch"):
+    sample(name, randn(3, 4))
+    sample(name, randint(9, 4))
+
 # ---- optimizers: operands follow from the declared fields ------------------------------------------------------------
 
 _OPTIONS = {"muon": dict(coefficients=[3.4445, -4.775, 2.0315])}

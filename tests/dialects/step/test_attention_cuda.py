@@ -112,13 +112,13 @@ class Kernels(TorchDispatchMode):
     def demand(self, kernel, *tensors, bias=None):
         for t in tensors:
             word = 16 // t.element_size()
-            assert t.shape[-1] % word == 0 and t.stride(-1) == 1 and t.storage_offset() % word == 0
-            assert all(s % word == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+            assert t.data_ptr() % 16 == 0 and t.shape[-1] % word == 0 and t.stride(-1) == 1
+            assert all(s > 0 and s % word == 0 for s in t.stride()[:-1])
         if kernel == "efficient":
             assert len({t.shape[1] for t in tensors}) == 1, "one number of heads"
         if bias is not None:
             assert bias.dtype is tensors[0].dtype and bias.stride(-1) == 1 and bias.dim() == 4
-            assert all(s % 8 == 0 for s in bias.stride()[:-1]) and bias.storage_offset() % 8 == 0
+            assert all(s % 8 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
 
     def scores(self, q, k, bias, causal, scale):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -138,12 +138,19 @@ class Kernels(TorchDispatchMode):
         lse = torch.logsumexp(scores, -1)
         p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
         out = (p @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)).to(q.dtype)
-        lse = lse.float()
+        out, lse = out if kernel == "cudnn" else out.transpose(1, 2).contiguous().transpose(1, 2), lse.float()
         if kernel == "flash":
             return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
         if kernel == "cudnn":
             return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], None, None, None
         return out, F.pad(lse, (0, -q.shape[2] % 32), value=math.inf), None, None
+
+    def read_by_position(self, out):
+        """The result as the efficient kernel reads it: strides of batch and heads as given, H * D between rows."""
+        (batch, heads, length, width), stride = out.shape, out.stride()
+        end = (batch - 1) * stride[0] + (heads - 1) * stride[1] + (length - 1) * heads * width + width
+        assert (out.storage_offset() + end) * out.element_size() <= out.untyped_storage().nbytes(), "reads past the end"
+        return out.as_strided(out.shape, (stride[0], stride[1], heads * width, 1))
 
     def backward(self, kernel, dout, q, k, v, *rest, scale):
         if kernel == "efficient":
@@ -151,13 +158,18 @@ class Kernels(TorchDispatchMode):
             assert wanted == [True, True, True, False]
             assert lse.shape == (*q.shape[:2], -(-q.shape[2] // 32) * 32) and lse.is_contiguous()
             assert bool((lse[..., q.shape[2] :] == math.inf).all())
+            assert lse.data_ptr() % 16 == 0
+            assert dout.transpose(1, 2).is_contiguous(), "rows of dout lie H * D apart"
+            out = self.read_by_position(out)
             lse = lse[..., : q.shape[2]]
         elif kernel == "flash":
             out, lse, _, _, length, keys, dropout, causal, _, _ = rest
             bias = None
+            assert lse.is_contiguous() and lse.data_ptr() % 16 == 0
             assert lse.shape == q.shape[:3] and (length, keys) == (q.shape[2], k.shape[2])
         else:
             out, lse, _, _, bias, _, _, length, keys, dropout, causal = rest
+            assert lse.is_contiguous() and lse.data_ptr() % 16 == 0
             assert lse.shape == (*q.shape[:3], 1) and (length, keys) == (q.shape[2], k.shape[2])
             lse = lse.squeeze(-1)
         assert dropout == 0.0
@@ -252,22 +264,104 @@ def test_rows_that_see_nothing():
         torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["transposed", "offset", "repeated"])
-def test_layouts_that_kernels_cannot_read(change):
-    q, k, v, dout = (randn(2, 2, 6, 8, seed=i).float() for i in range(4))
-    if change == "transposed":
-        q = q.mT.contiguous().mT
-    elif change == "offset":
-        k = torch.cat([torch.zeros(1), k.flatten()])[1:].view(k.shape)
-    else:
-        v = v[:, :1].expand(2, 2, 6, 8)
+def shifted(x, by=1):
+    """The same numbers in the same layout, `by` elements into their storage."""
+    storage = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + by, dtype=x.dtype)
+    return storage.as_strided(x.shape, x.stride(), by).copy_(x)
+
+
+def packed_projection(width, dtype):
+    """q, k and v as views of one projection [B, L, 3 * H * D]."""
+    projection = randn(2, 6, 3 * 2 * width, seed=7).to(dtype)
+    return [t.unflatten(-1, (2, width)).transpose(1, 2) for t in projection.split(2 * width, dim=-1)]
+
+
+def lone_head(x):
+    """The first head, with a stride that no kernel takes where it looks at it."""
+    return x[:, :1].as_strided((x.shape[0], 1, *x.shape[2:]), (x.stride(0), 3, *x.stride()[2:]))
+
+
+#: changes of q, k, v and dout [2, 2, 6, 8] to the same shapes, otherwise in memory
+LAYOUTS = {
+    "as they come": lambda q, k, v, d: (q, k, v, d),
+    "q transposed": lambda q, k, v, d: (q.mT.contiguous().mT, k, v, d),
+    "k at an odd address": lambda q, k, v, d: (q, shifted(k), v, d),
+    "v at half a word": lambda q, k, v, d: (q, k, shifted(v, 2), d),
+    "v repeated": lambda q, k, v, d: (q, k, v[:, :1].expand(2, 2, 6, 8), d),
+    "dout at an odd address": lambda q, k, v, d: (q, k, v, shifted(d)),
+    "dout by position, at an odd address": lambda q, k, v, d: (
+        (q, k, v, shifted(d.transpose(1, 2).contiguous()).transpose(1, 2))
+    ),
+    "dout of a sum": lambda q, k, v, d: (q, k, v, d[:1, :1, :1, :1].expand(d.shape)),
+    "dout permuted": lambda q, k, v, d: (q, k, v, d.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)),
+    "heads innermost": lambda q, k, v, d: tuple(
+        t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for t in (q, k, v, d)
+    ),
+    "heads innermost, odd width": lambda q, k, v, d: tuple(
+        t[..., :5].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for t in (q, k, v, d)
+    ),
+    "one head, odd stride": lambda q, k, v, d: tuple(lone_head(t) for t in (q, k, v, d)),
+    "packed": lambda q, k, v, d: (*packed_projection(8, d.dtype), d),
+    "packed, odd width": lambda q, k, v, d: (*packed_projection(5, d.dtype), d[..., :5]),
+    "packed, rows at half words": lambda q, k, v, d: (*packed_projection(6, d.dtype), d[..., :6]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_layouts_that_kernels_cannot_read(change, dtype):
+    q, k, v, dout = LAYOUTS[change](*(randn(2, 2, 6, 8, seed=i).to(dtype) for i in range(4)))
     truth = reference(q, k, v, None, True, 0.3, dout)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for kernel in KERNELS:
         with Kernels():
             out, lse = attention_cuda.forward(kernel, q, k, v, None, True, 0.3)
             gradients = attention_cuda.backward(kernel, dout, q, k, v, out, lse, None, True, 0.3)
         for mine, true in zip((out, *gradients), truth, strict=True):
-            torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance, check_stride=False)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("length", [6, 32])
+def test_results_that_lie_elsewhere_in_backward(kernel, length):
+    """The result and its log-sum-exp may come back in other layouts, as a plan places them."""
+    q, k, v, dout = (randn(2, 2, length, 8, seed=i).float() for i in range(4))
+    truth = reference(q, k, v, None, True, 0.3, dout)[1:]
+    with Kernels():
+        out, lse = attention_cuda.forward(kernel, q, k, v, None, True, 0.3)
+        for other in (
+            out.contiguous(),
+            shifted(out.contiguous()),
+            out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        ):
+            for rows in (lse, shifted(lse.contiguous()), lse.mT.contiguous().mT):
+                gradients = attention_cuda.backward(kernel, dout, q, k, v, other, rows, None, True, 0.3)
+                for mine, true in zip(gradients, truth, strict=True):
+                    torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5, check_stride=False)
+
+
+@pytest.mark.parametrize("keys", [8, 7])
+@pytest.mark.parametrize("change", ["odd address", "transposed", "expanded", "heads innermost", "part of a wider one"])
+def test_layouts_of_masks(change, keys):
+    q, dout = randn(2, 2, 6, 8, seed=1).float(), randn(2, 2, 6, 8, seed=2).float()
+    k, v = randn(2, 2, keys, 8, seed=3).float(), randn(2, 2, keys, 8, seed=4).float()
+    mask = randn(2, 2, 6, keys, seed=5).float()
+    if change == "odd address":
+        mask = shifted(mask)
+    elif change == "transposed":
+        mask = mask.mT.contiguous().mT
+    elif change == "heads innermost":  # a learned position bias, as Swin looks it up
+        mask = mask.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    elif change == "expanded":
+        mask = mask[:1, :, :1].expand(2, 2, 6, keys)
+    else:
+        mask = randn(2, 2, 6, keys + 3, seed=5).float()[..., 3:]
+    truth = reference(q, k, v, mask, False, 0.3, dout)
+    with Kernels():
+        out, lse = attention_cuda.forward("efficient", q, k, v, mask, False, 0.3)
+        gradients = attention_cuda.backward("efficient", dout, q, k, v, out, lse, mask, False, 0.3)
+    for mine, true in zip((out, *gradients), truth, strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5, check_stride=False)
 
 
 # ---- shapes and layouts by torch's own shape functions ---------------------------------------------------------------

@@ -19,6 +19,7 @@ from . import (
     shape,
     softmax,
     sources,
+    transfer,
 )
 from .base import (
     Roles,
@@ -60,4 +61,5 @@ __all__ = [
     "step",
     "tensor_type",
     "torch_dtype",
+    "transfer",
 ]

@@ -108,20 +108,20 @@ def backward(
         bias = bias_rows(mask, q, keys)
         k, v = repeated_heads(k, heads), repeated_heads(v, heads)
         missing = -length % _ROWS
-        lse = F.pad(lse, (0, missing), value=float("inf")) if missing else lse.contiguous()
-        q, k, v, dout, out = (aligned(t) for t in (q, k, v, dout, out))
+        lse = F.pad(lse, (0, missing), value=float("inf")) if missing else dense(lse)
+        q, k, v, dout, out = aligned(q), aligned(k), aligned(v), by_position(dout), by_position(out)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward.default(
             dout, q, k, v, bias, out, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
         )
         if own != heads:
             dk, dv = (t.unflatten(1, (own, heads // own)).sum(2) for t in (dk, dv))
     elif kernel == FLASH:
-        q, k, v, dout, out, lse = (*(aligned(t) for t in (q, k, v, dout, out)), lse.contiguous())
+        q, k, v, dout, out, lse = (*(aligned(t) for t in (q, k, v, dout, out)), dense(lse))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
             dout, q, k, v, out, lse, None, None, length, keys, 0.0, causal, unused, unused, scale=scale
         )
     else:
-        q, k, v, dout, out, lse = (*(aligned(t) for t in (q, k, v, dout, out)), lse.contiguous().unsqueeze(-1))
+        q, k, v, dout, out, lse = (*(aligned(t) for t in (q, k, v, dout, out)), dense(lse).unsqueeze(-1))
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             dout, q, k, v, out, lse, unused, unused, None, None, None, length, keys, 0.0, causal, scale=scale
         )
@@ -129,21 +129,38 @@ def backward(
 
 
 # ---- what the kernels take -------------------------------------------------------------------------------------------
+# Kernels read 16 bytes at a time and do not look at addresses first: a row elsewhere is a CUDA error that ends the
+# process. Torch's storages and our arena start at such words, so that strides and offsets tell, on fake tensors too.
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x as the kernels read it: a width that fills 16-byte words (zeros are added), every row at such a word."""
     word = 16 // x.element_size()
     missing = -x.shape[-1] % word
-    if missing:
-        return F.pad(x, (0, missing))
+    x = F.pad(x, (0, missing)) if missing else x  # padding keeps an order in which the width is not innermost
     return x if rows_fit(x, word) else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_fit(x: torch.Tensor, word: int) -> bool:
-    """Whether the last dimension is dense and every row starts at a multiple of `word` elements, none of them twice."""
-    rows = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.storage_offset() % word == 0 and all(s and s % word == 0 for s in rows)
+    """Whether the last dimension is dense and every row starts at a multiple of `word` elements, none of them twice.
+
+    Kernels also look at the strides of dimensions of size 1, so these count.
+    """
+    return (
+        x.stride(-1) == 1 and x.storage_offset() % word == 0 and all(s > 0 and s % word == 0 for s in x.stride()[:-1])
+    )
+
+
+def by_position(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, L, D] aligned, and dense in the order B, L, H, D: the efficient kernel's backward takes the distance
+    between rows of the result to be H * D, whatever the stride says."""
+    return aligned(x.transpose(1, 2)).contiguous().transpose(1, 2)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x without gaps, at a 16-byte word."""
+    fits = x.is_contiguous() and x.storage_offset() % (16 // x.element_size()) == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def first(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -157,11 +174,10 @@ def bias_rows(mask: torch.Tensor | None, q: torch.Tensor, keys: int) -> torch.Te
         return None
     mask = mask.to(q.dtype).expand(*mask.shape[:-1], keys)
     missing = -keys % _MASK_ROW
-    if missing:
-        mask = first(F.pad(mask, (0, missing)), keys)
-    elif not rows_fit(mask, _MASK_ROW):
+    mask = F.pad(mask, (0, missing)) if missing else mask
+    if not rows_fit(mask, _MASK_ROW):
         mask = mask.clone(memory_format=torch.contiguous_format)
-    return mask.expand(*q.shape[:-1], keys)
+    return first(mask, keys).expand(*q.shape[:-1], keys)
 
 
 def repeated_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -131,6 +131,8 @@ class CrossEntropy(ClassLoss):
         number, saved = REDUCTIONS.index(reduction), bool(op.logsumexp.uses)
 
         def run(x, target, weight):
+            if x.device.type == "cuda" and x.dim() == 2 and x.dtype == dtype and not smoothing:
+                return row_by_row(x, target, weight, reduction, ignore_index)
             logp = aten._log_softmax.default(x, dim, False)
             loss = aten.nll_loss_nd.default(logp, target, weight, number, ignore_index)
             if smoothing:
@@ -184,6 +186,31 @@ class CrossEntropy(ClassLoss):
             smoothing = op.label_smoothing
             loss = b.add(b.mul(parts[0], 1 - smoothing), b.mul(parts[1], smoothing / x.type.shape[dim]))
         return b.cast_to(loss, op.loss.type.element), b.reshape_to(lse, op.logsumexp.type.shape)
+
+
+#: elements of logits that are looked at in one go on a GPU
+PIECE = 1 << 25
+
+
+def row_by_row(x, target, weight, reduction: str, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and log-sum-exp of [rows, classes] a few rows at a time: nothing as large as the logits is made."""
+    parts = []
+    for piece in x.split(max(1, PIECE // x.shape[1])):
+        top = piece.amax(1, keepdim=True)
+        top = top.masked_fill(top.abs() == float("inf"), 0.0)
+        parts.append((piece - top).exp_().sum(1).log_() + top.squeeze(1))
+    lse = torch.cat(parts)
+    ignored = target == ignore_index
+    safe = target.masked_fill(ignored, 0)
+    share = torch.ones_like(lse) if weight is None else weight.to(lse.dtype)[safe]
+    share = share.masked_fill(ignored, 0.0)
+    picked = x.gather(1, safe.unsqueeze(1)).squeeze(1) - lse
+    loss = -(picked * share).masked_fill(share == 0, 0.0)
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        loss = loss.sum() / share.sum()
+    return loss, lse
 
 
 def smooth_loss(logp, target, weight, dim: int, ignore_index: int, reduction: str) -> torch.Tensor:
@@ -244,7 +271,7 @@ class CrossEntropyGrad(ClassLoss):
         reduction, ignore_index = REDUCTIONS.index(op.reduction), op.ignore_index
 
         def run(dy, x, target, logsumexp, weight):
-            if not smoothing:  # eager's own kernels, so that the gradient is eager's to the last bit
+            if not smoothing and x.device.type != "cuda":  # eager's own kernels: its gradient to the last bit
                 logp = aten._log_softmax.default(x, dim, False)
                 return aten._log_softmax_backward_data.default(
                     nll_gradient(dy, logp, target, weight, reduction, ignore_index), logp, dim, x.dtype

@@ -597,6 +597,9 @@ class Select(Pointwise):
 
     @staticmethod
     def evaluate(op):
+        number = constant_value(op.x)
+        if is_scalar_number(op.x) and op.y.type.shape == op.result.type.shape == op.condition.type.shape:
+            return lambda condition, _, y: y.clone().masked_fill_(condition, number)  # may be done in place
         return torch.where
 
     @staticmethod

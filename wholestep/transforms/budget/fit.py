@@ -1,7 +1,8 @@
 """`fit_budget`: makes a step fit a memory budget by running ops of forward again in backward, as cheaply as it can.
 
 The choice is made on a memory model (choice.py), applied as `recompute` transformations and judged by the real plan.
-Where the plan needs more than the model said, the model's limit is moved by the difference and it chooses again.
+Where the plan needs more than the model said, the model's limit is moved by the difference and it chooses again. Where
+that is allowed, values may wait in host memory too (away.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ..expand import expanded
 from ..opportunity import site_names
 from ..recompute import Recompute, late_results
 from ..regenerate import EARLY
+from .away import Away, fewest_away, send_away
 from .choice import Segments, cut, measure
 from .exact import Exact, Solved, is_installed
-from .graph import graph_of
+from .graph import UNPRICED, graph_of, price
 from .greedy import Greedy
 from .report import BudgetReport, size_text
 from .templates import find_templates
@@ -51,18 +53,24 @@ class Fitter:
     views: set[Op]  # ops of forward that run nothing
     solver: Exact | Greedy
     plans: int = 1  # one before anything was tried
-    tried: dict[frozenset[int], Plan] = field(default_factory=dict)
+    tried: dict[tuple[frozenset[int], tuple[str, ...]], Plan] = field(default_factory=dict)
 
-    def plan(self, again: frozenset[int]) -> Plan:
-        """The plan of the step where these ops run again, tried on a copy."""
-        if again not in self.tried:
+    def plan(self, again: frozenset[int], away: tuple[str, ...] = ()) -> Plan:
+        """The plan of the step where these ops run again and these values wait in host memory, tried on a copy."""
+        if (again, away) not in self.tried:
             self.plans += 1
-            copy = self.module.clone()
-            self.apply(copy, again)
-            run_pipeline(copy, "dce")
+            copy = self.changed(again)
+            send_away(copy, away)
             function = lookup(copy, self.function.attributes["sym_name"])
-            self.tried[again] = plan_function(function, self.device, self.numbers, strides=self.strides)[0]
-        return self.tried[again]
+            self.tried[again, away] = plan_function(function, self.device, self.numbers, strides=self.strides)[0]
+        return self.tried[again, away]
+
+    def changed(self, again: frozenset[int]) -> Op:
+        """A copy of the module where these ops run again."""
+        copy = self.module.clone()
+        self.apply(copy, again)
+        run_pipeline(copy, "dce")
+        return copy
 
     def peak(self, again: frozenset[int]) -> int:
         return self.plan(again).peak
@@ -128,11 +136,13 @@ def fit_budget(
     budget: int | float,
     machine: Description | None,
     forbidden: Sequence[str] = (),
+    offload: bool = False,
 ) -> tuple[BudgetReport, list[str]]:
     """Changes the program so that its plan needs no more than the budget; the report, and the recipe of what was done.
 
-    budget: bytes, or as a float a share of the peak without it. MemoryBudgetError where no choice fits; the program is
-    as it was then.
+    budget: bytes, or as a float a share of the peak without it. offload: values may also wait in host memory: where
+    that is hidden behind the step's work or cheaper than running ops again, and where running again is not enough.
+    MemoryBudgetError where no choice fits; the program is as it was then.
     """
     device = torch.device(device)
     machine = priced(machine, device)
@@ -143,17 +153,37 @@ def fit_budget(
     segments, views = segments_of(module, function, before, form, machine, device, forbidden)
     solver = Exact(segments) if is_installed() else Greedy(segments)
     fitter = Fitter(module, function, device, numbers, strides, segments, views, solver)
-    solved = fitter.search(allowed, before)
-    if solved is None:
-        lean = fitter.leanest(before)
+    seconds = work_seconds(module, function, before, form, machine, device) if offload else 0.0
+
+    def away_with(again: frozenset[int]) -> Away | None:
+        if not offload:
+            return None
+        return fewest_away(
+            fitter.changed(again), lambda keys: fitter.plan(again, keys), allowed, forbidden, machine, seconds
+        )
+
+    away = away_with(frozenset())
+    solved: Solved | None = None
+    if away is None or away.extra_seconds > 0:
+        solved = fitter.search(allowed, before)
+        lean = fitter.leanest(before) if solved is None else []
         fitting = [s for s in lean if fitter.peak(s.choice.again) <= allowed]
-        if not fitting:
-            least = min(lean, key=lambda s: fitter.peak(s.choice.again))
-            raise MemoryBudgetError(impossible(fitter.plan(least.choice.again), allowed))
-        solved = min(fitting, key=lambda s: s.choice.seconds)
-    recipe = fitter.apply(module, solved.choice.again)
+        if fitting:
+            solved = min(fitting, key=lambda s: s.choice.seconds)
+        if away is None and solved is None:  # neither is enough alone
+            solved = min(lean, key=lambda s: fitter.peak(s.choice.again))
+            away = away_with(solved.choice.again)
+            if away is None:
+                raise MemoryBudgetError(impossible(fitter.plan(solved.choice.again), allowed))
+        elif solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
+            away = None
+        else:
+            solved = None
+    recipe = fitter.apply(module, solved.choice.again) if solved is not None else []
     run_pipeline(module, "dce")
-    return describe(fitter, solved, allowed, before, machine), recipe
+    sent = Away() if away is None else away
+    send_away(module, sent.recipe)
+    return describe(fitter, solved, sent, allowed, before, machine), [*recipe, *sent.recipe]
 
 
 def segments_of(
@@ -169,10 +199,7 @@ def segments_of(
 
     form: the planned function.
     """
-    forward = forward_function(module, function)
-    inner = plan
-    if forward is not function:
-        inner, form = plan.bodies[0], expanded(forward, device)
+    forward, inner, form = forward_plan(module, function, plan, form, device)
     names, sites = site_names(module), site_names(root_of(form))
     program = {names[op]: op for op in forward.regions[0].block if op in names}
     planned = list(form.regions[0].block)
@@ -187,7 +214,37 @@ def segments_of(
     return segments, views
 
 
-def describe(fitter: Fitter, solved: Solved, budget: int, before: Plan, machine: Description) -> BudgetReport:
+def forward_plan(module: Op, function: Op, plan: Plan, form: Op, device: torch.device) -> tuple[Op, Plan, Op]:
+    """The function that forward and backward are in, its plan, and its planned form."""
+    forward = forward_function(module, function)
+    return (function, plan, form) if forward is function else (forward, plan.bodies[0], expanded(forward, device))
+
+
+def work_seconds(module: Op, function: Op, plan: Plan, form: Op, machine: Description, device: torch.device) -> float:
+    """Predicted seconds of all launches of forward and backward, of one micro-batch where there are several."""
+    _, inner, form = forward_plan(module, function, plan, form, device)
+    launches = [x for x in inner.launches if x.op >= 0 and x.reads and x.provider not in UNPRICED]
+    return sum(price(launches, list(form.regions[0].block), inner, machine))
+
+
+def describe(
+    fitter: Fitter, solved: Solved | None, away: Away, budget: int, before: Plan, machine: Description
+) -> BudgetReport:
+    again = frozenset() if solved is None else solved.choice.again
+    report = BudgetReport(
+        budget,
+        before.peak,
+        fitter.plan(again, away.recipe).peak,
+        before.peak - before.arena,
+        machine.name,
+        plans=fitter.plans,
+        offloaded=len(away.recipe),
+        offloaded_bytes=away.bytes,
+        link_seconds=away.link_seconds,
+        step_seconds=away.step_seconds,
+    )
+    if solved is None:
+        return report
     choice, segments = solved.choice, fitter.segments
     greedy = Greedy(segments).cheapest(choice.memory)
     layers = []
@@ -195,20 +252,15 @@ def describe(fitter: Fitter, solved: Solved, budget: int, before: Plan, machine:
         if template.count > 1:
             touched = {segments.where[n][2] for n in choice.again if segments.where[n][0] == number}
             layers.append((segments.graph.nodes[template.start].layer, template.count, len(touched)))
-    return BudgetReport(
-        budget,
-        before.peak,
-        fitter.peak(choice.again),
-        before.peak - before.arena,
-        machine.name,
-        len(choice.again),
-        sum(segments.graph.late_bytes(n) for n in choice.again),
-        choice.seconds,
-        fitter.solver.name,
-        solved.bound,
-        None if greedy is None else greedy.choice.seconds,
-        tuple(layers),
-        fitter.plans,
+    return replace(
+        report,
+        recomputed=len(choice.again),
+        recomputed_bytes=sum(segments.graph.late_bytes(n) for n in choice.again),
+        extra_seconds=choice.seconds,
+        solver=fitter.solver.name,
+        bound_seconds=solved.bound,
+        greedy_seconds=None if greedy is None else greedy.choice.seconds,
+        templates=tuple(layers),
     )
 
 

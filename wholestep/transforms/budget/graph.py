@@ -20,6 +20,8 @@ from ..regenerate import EARLY
 
 #: seconds that running any op again costs at least, so that no op runs again for nothing
 LEAST_SECONDS = 1e-9
+#: launches that no op running again would repeat: numbers of the host, copies beside the kernels
+UNPRICED = ("host", "copy", "wait")
 #: ops that read no more of their first operand than they give
 LOOK_UPS = ("step.embedding", "step.gather", "step.index")
 
@@ -75,11 +77,13 @@ def graph_of(plan: Plan, planned: Sequence[Op], originals: Mapping[int, Op], mac
     late: set[int] = set()
     fixed = {owner(plan, r.buffer) for r in plan.results}
     for launch in plan.launches:
+        if launch.provider == "wait":
+            continue
         if launch.op < 0:  # a copy into place of what the step gives back
             fixed.update(owner(plan, b) for b in launch.reads)
         elif launch.phase not in EARLY:
             late.update(owner(plan, b) for b in launch.reads)
-    launches = [x for x in plan.launches if x.op >= 0 and x.phase in EARLY and x.reads and x.provider != "host"]
+    launches = [x for x in plan.launches if x.op >= 0 and x.phase in EARLY and x.reads and x.provider not in UNPRICED]
     launches.sort(key=lambda launch: launch.op)
     graph = Graph()
     number: dict[int, int] = {}  # of the memory that a buffer is

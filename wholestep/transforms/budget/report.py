@@ -30,18 +30,48 @@ class BudgetReport:
     templates: tuple[tuple[str, int, int], ...] = ()
     #: how often the step was planned to find out
     plans: int = 1
+    #: values that wait in host memory, their bytes, and predicted seconds per step: of all copies over the link (None
+    #: where nobody measured it), and of the step without them
+    offloaded: int = 0
+    offloaded_bytes: int = 0
+    link_seconds: float | None = 0.0
+    step_seconds: float = 0.0
 
     @property
     def gap(self) -> float:
         """How much more the choice costs than the bound, as a share; 0 where it is proved to be the cheapest."""
         return self.extra_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
 
+    @property
+    def link_hidden(self) -> bool:
+        """Whether all copies to and from the host together take no longer than the step without them."""
+        return self.link_seconds is not None and self.link_seconds <= self.step_seconds
+
     def __str__(self) -> str:
         first = f"memory budget {size_text(self.budget)}: peak {size_text(self.peak_after)}"
-        if not self.recomputed:
+        if not self.recomputed and not self.offloaded:
             return f"{first}; it fits without running anything again"
+        lines = [f"{first} instead of {size_text(self.peak_before)} ({size_text(self.state)} of it state)"]
+        if self.offloaded:
+            lines.append(
+                f"{self.offloaded} ops' values, {size_text(self.offloaded_bytes)}, wait in host memory; {self.link}"
+            )
+        return "\n".join(lines + (self.again if self.recomputed else []))
+
+    @property
+    def link(self) -> str:
+        """What the copies over the link cost."""
+        if self.link_seconds is None:
+            return f"the link of {self.machine} is not measured (wholestep doctor --calibrate)"
+        copies, step = time_text(self.link_seconds), time_text(self.step_seconds)
+        if self.link_hidden:
+            return f"the copies take {copies}, hidden behind the {step} predicted for the step"
+        return f"the copies take {copies}, more than the {step} predicted for the step: the link sets its pace"
+
+    @property
+    def again(self) -> list[str]:
+        """What runs again, and how it was chosen."""
         lines = [
-            f"{first} instead of {size_text(self.peak_before)} ({size_text(self.state)} of it state)",
             f"{self.recomputed} ops run again in backward, {size_text(self.recomputed_bytes)} are not kept; "
             f"predicted cost {time_text(self.extra_seconds)} per step on {self.machine}",
         ]
@@ -53,7 +83,7 @@ class BudgetReport:
             lines.append(f"chosen by {self.solver}, {proof} for its memory model; the greedy choice {greedy}")
         for layer, count, touched in self.templates:
             lines.append(f"{touched} of {count} repeated layers from {layer or 'the first op'} on run something again")
-        return "\n".join(lines)
+        return lines
 
 
 def size_text(size: int) -> str:

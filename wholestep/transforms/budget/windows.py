@@ -17,7 +17,8 @@ def note_windows(segments: Segments, plan: Plan, beside: int) -> None:
     plan: the one the graph was read off. beside: bytes outside its arena.
     """
     launches = plan.launches
-    border = next((p for p, launch in enumerate(launches) if launch.phase == "backward"), len(launches))
+    kernels = [p for p, launch in enumerate(launches) if not launch.stream and launch.provider != "wait"]
+    border = next((p for p in kernels if launches[p].phase == "backward"), len(launches))
     ends = [-1] * len(plan.buffers)  # the last reader of each value, through its views; not of what takes its memory
     for position, launch in enumerate(launches):
         for number in launch.reads if launch.op >= 0 else ():  # copies into place come last of all

@@ -1,0 +1,216 @@
+"""When a plan is launched, captured and replayed, and what becomes of a capture that fails: on a stand-in for a GPU.
+
+The stand-in counts captures, replays and launches; launches run on the CPU, but not while they are captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import wholestep as ws
+from tests.runtime.runs import Perceptron, adamw, data, fresh, squares
+from wholestep.dialects.step import StepBuilder
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.core import Location
+from wholestep.ir.types import F32, TensorType
+from wholestep.plan.planner import planned_function
+from wholestep.runtime.bound import BoundPlan
+from wholestep.runtime.cuda_graph import MOST_CAPTURES, SLACK, Graphed
+
+CPU = torch.device("cpu")
+X = data(8)
+
+
+class Device:
+    """What torch.cuda does for a graph, and its counters of memory."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.captured = self.replayed = self.launched = 0
+        self.allocated, self.peak = 1000, 1000
+
+    def take(self, size: int) -> None:
+        """Memory that a kernel takes and gives back."""
+        self.peak = max(self.peak, self.allocated + size)
+
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the plan that is counted; while a graph is captured nothing is computed."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            if not self.capturing:
+                self.launched += 1
+                call(*args, **kwargs)
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    it = Device()
+
+    class Graph:
+        def replay(self) -> None:
+            it.replayed += 1
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        assert isinstance(graph, Graph) and capture_error_mode == "thread_local"
+        it.capturing = True
+        it.captured += 1
+        try:
+            yield
+        finally:
+            it.capturing = False
+
+    def reset(where: Any) -> None:
+        it.peak = it.allocated
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda where: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: it.allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: it.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    return it
+
+
+def bound_plan(device: Device) -> BoundPlan:
+    """tanh(x) * rate, cos(...): the rate is a number of the host that a kernel takes as it is."""
+    function = add_function(module(), "f", [TensorType((8,), F32), TensorType((), F32)])
+    x, rate = function.regions[0].block.arguments
+    b = StepBuilder(function.regions[0].block, loc=Location("decoder.rotary", "", 0), phase="forward")
+    finish_function(function, [b.cos(b.mul(b.tanh(x), rate))])
+    bound = BoundPlan(planned_function(function, CPU, [1]), CPU, [X.clone(), None])
+    bound.calls = [(device.counted(call), args, kwargs) for call, args, kwargs in bound.calls]
+    bound.values[1] = 0.5
+    return bound
+
+
+def result(bound: BoundPlan) -> torch.Tensor:
+    return bound.results()[0]
+
+
+def test_launch_then_capture_then_replay(device):
+    bound = bound_plan(device)
+    graphed = Graphed(bound)
+    assert bound.taken == {1}
+    graphed.run()
+    assert (device.launched, device.captured, device.replayed) == (3, 0, 0)
+    assert torch.equal(result(bound), torch.cos(torch.tanh(X) * 0.5))
+    graphed.run()
+    assert (device.launched, device.captured, device.replayed) == (3, 1, 1)
+    for _ in range(5):
+        graphed.run()
+    assert (device.launched, device.captured, device.replayed) == (3, 1, 6)
+    assert graphed.refused == ""
+
+
+def fail_in_capture(device: Device, bound: BoundPlan, number: int) -> None:
+    call, args, kwargs = bound.calls[number]
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        if device.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
+        call(*args, **kwargs)
+
+    bound.calls[number] = (run, args, kwargs)
+
+
+def test_a_capture_that_fails_is_one_warning_that_names_the_launch(device):
+    bound = bound_plan(device)
+    fail_in_capture(device, bound, 2)
+    graphed = Graphed(bound)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            result(bound).zero_()
+            graphed.run()
+            assert torch.equal(result(bound), torch.cos(torch.tanh(X) * 0.5))
+    (warning,) = caught
+    text = str(warning.message)
+    assert "launch by launch" in text and "step.cos of layer decoder.rotary" in text
+    assert "operation not permitted when stream is capturing" in text and "more about it" not in text
+    assert "step.cos of layer decoder.rotary cannot be part of a CUDA graph" in graphed.refused
+    assert (device.launched, device.captured, device.replayed) == (15, 1, 0)
+
+
+def test_a_number_that_changes_is_captured_again(device):
+    bound = bound_plan(device)
+    graphed = Graphed(bound)
+    for rate, captures in ((0.5, 0), (0.5, 1), (0.5, 1), (0.25, 2), (0.25, 2), (0.5, 3)):
+        bound.values[1] = rate
+        graphed.run()
+        assert device.captured == captures
+    assert device.launched == 3 and device.replayed == 5
+
+
+def test_numbers_that_never_stay_end_the_capturing(device):
+    bound = bound_plan(device)
+    graphed = Graphed(bound)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(MOST_CAPTURES + 5):
+            bound.values[1] = float(number)
+            graphed.run()
+    assert device.captured == device.replayed == MOST_CAPTURES
+    assert torch.equal(result(bound), torch.cos(torch.tanh(X) * (MOST_CAPTURES + 4)))
+    (warning,) = caught
+    assert "change too often to be part of a graph" in str(warning.message)
+    assert graphed.refused and graphed.graph is None
+
+
+def takes(device: Device, bound: BoundPlan, number: int, size: int) -> None:
+    call, args, kwargs = bound.calls[number]
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        device.take(size)
+        call(*args, **kwargs)
+
+    bound.calls[number] = (run, args, kwargs)
+
+
+def test_memory_that_a_kernel_takes_beside_the_plan_is_noticed(device):
+    bound = bound_plan(device)
+    takes(device, bound, 0, SLACK // 2)  # the allocator rounds up: not worth a word
+    takes(device, bound, 2, 5 << 20)
+    graphed = Graphed(bound)
+    graphed.run()
+    assert graphed.unplanned == {"step.cos": 5 << 20}
+    assert graphed.taken_by_kernels == 5 << 20
+
+
+def test_memory_that_the_plan_knows_of_is_not(device):
+    bound = bound_plan(device)
+    takes(device, bound, 2, 5 << 20)
+    bound.plan.launches[2].makes = 5 << 20
+    graphed = Graphed(bound)
+    graphed.run()
+    assert graphed.unplanned == {} and graphed.taken_by_kernels == 5 << 20
+
+
+def test_a_step_reports_what_its_kernels_took(device):
+    model = fresh(Perceptron)
+    step = ws.compile(model, squares, adamw(model), (data(6, 4),))
+    step(data(6, 4))
+    static = step._compiled.static
+    assert static is not None and static.bound is not None
+    at = next(i for i, (launch, _) in enumerate(static.bound.sites) if launch.name == "step.tanh")
+    takes(device, static.bound, at, 7 << 20)
+    static.graph = Graphed(static.bound)
+    step(data(6, 4))
+    found = step.report().execution
+    assert found["unplanned"] == {"step.tanh": 7 << 20} and found["taken"] == 7 << 20
+    assert found["by"] == "from the plan, as one CUDA graph from the second step on"
+    assert "more than planned: step.tanh 7.3 MB" in str(step.report())
+    fail_in_capture(device, static.bound, at)
+    with pytest.warns(UserWarning, match="step.tanh of layer"):
+        step(data(6, 4))
+    found = step.report().execution
+    assert found["by"] == "from the plan, launch by launch" and "step.tanh of layer" in found["why"]
+    assert found["why"] in str(step.report())
