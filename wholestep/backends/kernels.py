@@ -367,24 +367,29 @@ class _Recorder(TorchDispatchMode):
 
 
 def as_kernels_lay_out(name: str, args: tuple[Any, ...], made: Any) -> Any:
-    """Results of convolutions as the libraries lay them out, where torch's rules for tensors without memory do not say.
-
-    A gradient lies as what it is the gradient of; a result has channels last where an operand has.
-    """
-    if name == "aten::convolution_backward":
-        like = (args[1], args[2], None)
-        return tuple(laid(t, other) for t, other in zip(made, like, strict=True))
-    if name == "aten::convolution" and made.dim() == 4:
-        last = torch.channels_last
-        if any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2]):
-            return made.as_strided(made.shape, torch.empty(made.shape, memory_format=last, device="meta").stride())
+    """Results of convolutions and BatchNorm as the libraries lay them out, which torch's rules for tensors without
+    memory do not always say: channels last where an operand of the convolution has, as the input for BatchNorm."""
+    if name == "aten::convolution_backward" and any(map(channels_last, args[:3])):
+        return tuple(with_channels_last(t) for t in made)
+    if name == "aten::convolution" and any(map(channels_last, args[:2])):
+        return with_channels_last(made)
+    if name in ("aten::native_batch_norm", "aten::native_batch_norm_backward"):
+        x = args[0] if name == "aten::native_batch_norm" else args[1]
+        return (with_channels_last(made[0]) if channels_last(x) else made[0], *made[1:])
     return made
 
 
-def laid(tensor: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or like is None or not is_dense(tuple(like.shape), tuple(like.stride())):
+def channels_last(tensor: torch.Tensor) -> bool:
+    """Whether channels, and not columns, are neighbours in memory."""
+    last = torch.channels_last
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+
+
+def with_channels_last(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.dim() != 4:
         return tensor
-    return tensor.as_strided(tensor.shape, like.stride())
+    _, c, h, w = tensor.shape
+    return tensor.as_strided(tensor.shape, (c * h * w, 1, c * w, c))
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

@@ -59,7 +59,7 @@ class Graphed:
         if self.warm:
             self.bound.run()
             return
-        device, launches = self.bound.device, self.bound.plan.launches
+        device, launches, bodies = self.bound.device, self.bound.plan.launches, self.bound.plan.bodies
         before, at = torch.cuda.memory_allocated(device), -1
 
         def enter(name: str) -> None:
@@ -71,9 +71,12 @@ class Graphed:
         def leave() -> None:
             taken = torch.cuda.max_memory_allocated(device) - before
             self.taken_by_kernels = max(self.taken_by_kernels, taken)
-            if at >= 0 and taken > launches[at].makes + SLACK:
-                name = launches[at].name
-                self.unplanned[name] = max(self.unplanned.get(name, 0), taken - launches[at].makes)
+            if at < 0:
+                return
+            launch = launches[at]
+            known = max(launch.makes, bodies[launch.body].made if launch.body >= 0 else 0)
+            if taken > known + SLACK:
+                self.unplanned[launch.name] = max(self.unplanned.get(launch.name, 0), taken - known)
 
         self.bound.run_in_ranges(enter, leave)
         self.warm = True

@@ -161,6 +161,6 @@ def check_fits(plan: Plan, device: torch.device, total: int | None = None) -> No
     raise MemoryBudgetError(
         f"the step needs {plan.peak / 1e9:.2f} GB and {device} has {total / 1e9:.2f} GB: {plan.arena / 1e9:.2f} GB for "
         f"what it computes, {lasting / 1e9:.2f} GB for parameters, optimizer state and the batch.\n"
-        f'Try: memory_budget="{int(total / 1e9 * 0.95)}GB" (computes values again instead of keeping them), '
+        f'Try: memory_budget="{int(total / 1e6 * 0.95)}MB" (computes values again instead of keeping them), '
         'accumulate=2 or more, a smaller batch, or precision="bf16"'
     )

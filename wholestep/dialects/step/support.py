@@ -63,5 +63,5 @@ def blank(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     layout = formats.get(like.dim()) if like.dim() == len(shape) else None
     if layout is not None and not like.is_contiguous() and like.is_contiguous(memory_format=layout):
-        return like.new_empty(tuple(shape)).to(memory_format=layout)
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=layout)
     return like.new_empty(tuple(shape))
