@@ -76,9 +76,8 @@ def tiny_launches(count: int) -> BoundPlan:
 def by_bindings(bound: BoundPlan) -> list[Callable[[], Any]]:
     """The same kernels on the same memory through `torch.add(..., out=)`: the shortest way to them from Python."""
     calls = []
-    for call, args, kwargs in bound.calls:
-        name = call.overloadpacket.__name__
-        calls.append(partial(getattr(torch, name), *args, **kwargs))
+    for (_, args, kwargs), (launch, _) in zip(bound.calls, bound.sites, strict=True):
+        calls.append(partial(getattr(torch, launch.name.removeprefix("step.")), *args, **kwargs))
     return calls
 
 

@@ -143,3 +143,8 @@ def has_kernel(operator: Any, device: str) -> bool:
 def is_composite(operator: Any) -> bool:
     """Whether an operator is nothing but calls of others."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
+def without_detour(call: Any) -> Any:
+    """An operator as the dispatcher takes it, without the Python method around it; anything else as it is."""
+    return call._op if isinstance(call, OpOverload) else call

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,7 @@ from ..errors import WholestepError
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan
 from ..plan.planner import Planned
+from ..torch_private import without_detour
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -415,6 +416,7 @@ class BoundPlan:
                 call = Made(call, tuple(tensors.get(n) if n >= 0 else None for n in step.makes))
             else:
                 assert step.kind == MUTATE
+            call = without_detour(call)
             self.calls.append((Late(call, args, kwargs, self.values), (), {}) if late else (call, args, kwargs))
 
     def bind_micro_batches(self, launch: Launch) -> None:
@@ -489,20 +491,27 @@ class BoundPlan:
                 for call, args, kwargs in remaining:
                     call(*args, **kwargs)
         except Exception as error:
-            at = len(self.calls) - operator.length_hint(remaining) - 1
-            found = error if isinstance(error, WholestepError) else at_launch(error, *self.sites[at])
-            found.launch_position = self.origin[at]  # type: ignore[attr-defined]
-            if found is error:
-                raise
-            raise found from error
+            self.fail(error, len(self.calls) - operator.length_hint(remaining) - 1)
 
     def run_in_ranges(self, enter: Callable[[str], Any], leave: Callable[[], Any]) -> None:
         """One step with every launch of the plan between `enter("ws:<its position>")` and `leave()`."""
-        with torch.no_grad():
-            for at, (call, args, kwargs) in enumerate(self.calls):
-                enter(f"ws:{self.origin[at]}")
-                call(*args, **kwargs)
-                leave()
+        at = -1
+        try:
+            with torch.no_grad():
+                for at, (call, args, kwargs) in enumerate(self.calls):
+                    enter(f"ws:{self.origin[at]}")
+                    call(*args, **kwargs)
+                    leave()
+        except Exception as error:
+            self.fail(error, at)
+
+    def fail(self, error: Exception, at: int) -> NoReturn:
+        """Raises what a call raised, with the user's layer, and notes how far the step has come."""
+        found = error if isinstance(error, WholestepError) else at_launch(error, *self.sites[at])
+        found.launch_position = self.origin[at]  # type: ignore[attr-defined]
+        if found is error:
+            raise error
+        raise found from error
 
 
 def pinned_memory(plan: Plan, device: torch.device) -> torch.Tensor:

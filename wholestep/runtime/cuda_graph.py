@@ -60,16 +60,19 @@ class Graphed:
             self.bound.run()
             return
         device, launches, bodies = self.bound.device, self.bound.plan.launches, self.bound.plan.bodies
-        before, at = torch.cuda.memory_allocated(device), -1
+        before, at = 0, -1
+
+        def allocated() -> int:
+            """All bytes ever handed out: unlike the peak, the user's figures stay as they are."""
+            return torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)
 
         def enter(name: str) -> None:
             nonlocal before, at
             at = int(name.removeprefix("ws:"))
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+            before = allocated()
 
         def leave() -> None:
-            taken = torch.cuda.max_memory_allocated(device) - before
+            taken = allocated() - before
             self.taken_by_kernels = max(self.taken_by_kernels, taken)
             if at < 0:
                 return
