@@ -12,6 +12,7 @@ from torch import nn
 
 from . import machine
 from .capture.capture import capture, named_state
+from .capture.slots import Slot
 from .capture.structure import flatten
 from .dialects.strides import is_dense
 from .errors import InputError
@@ -207,6 +208,7 @@ def executable_of(
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
     numbers = host_numbers(program, step.optimizer)
+    refuse_overlap(program, step)
 
     def plan_for(strides: list[Any]) -> Planned:
         return planned_function(program.function, device, numbers, strides)
@@ -217,6 +219,50 @@ def executable_of(
         check_fits(static.plan, device)
     seconds = {**seconds, "plan": time.perf_counter() - start}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
+
+
+def refuse_overlap(program: Program, step: TrainStep) -> None:
+    """Raises where a parameter or buffer that the step writes shares some elements with another one.
+
+    Eager code sees a write through the one in the other at once; a program reads each of them as it was before.
+    """
+    buffers = named_state(step.model, step.loss_fn)[1]
+    tables: dict[str, Mapping[str, torch.Tensor]] = {"parameter": program.captured.parameters, "buffer": buffers}
+    written = {r.slot.source for r in program.results if r.slot is not None}
+    by_memory: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
+    for slot in program.slots:
+        tensor = tables.get(slot.kind, {}).get(slot.source[1]) if slot.kind in tables else None
+        if tensor is not None and tensor.numel() and not tensor.is_meta:
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((slot, tensor))
+    for group in by_memory.values():
+        for i, (one, x) in enumerate(group):
+            for other, y in group[:i]:
+                if (one.source in written or other.source in written) and share_elements(x, y):
+                    raise InputError(
+                        f"{one.name} and {other.name} share some of their memory, and the step writes one of them: the "
+                        "other would not see it as it does in eager PyTorch. Make one of them a clone"
+                    )
+
+
+def share_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have elements in common, without being the same elements in the same order."""
+    if (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype):
+        return False
+    spans = []
+    for t in (x, y):
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    size = x.untyped_storage().nbytes()
+    seen = torch.zeros(size, dtype=torch.bool)
+    for t in (x, y):
+        places = torch.arange(size // t.element_size()).as_strided(t.shape, t.stride(), t.storage_offset()).reshape(-1)
+        bytes_of = (places.unsqueeze(1) * t.element_size() + torch.arange(t.element_size())).reshape(-1)
+        if t is y:
+            return bool(seen[bytes_of].any())
+        seen[bytes_of] = True
+    return False
 
 
 def argument_strides(program: Program, step: TrainStep, batch: Any) -> list[tuple[int, ...] | None]:

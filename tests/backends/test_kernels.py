@@ -110,6 +110,16 @@ def test_numbers_of_the_host_stay_open() -> None:
     assert "computes with numbers of the host" in why and [s.kind for s in kernel.steps] == [NEW]
 
 
+def test_a_view_by_strides_starts_where_its_operand_does() -> None:
+    kernel, why = trace(
+        lambda x: torch.as_strided(x, (2, 3), (3, 1), 2) + 1, [Operand(spec(4, 4), "cpu")], [spec(2, 3)], CPU
+    )
+    (view,) = [s for s in kernel.steps if s.kind == "view"]
+    elsewhere = torch.arange(32.0)[16:].view(4, 4)
+    assert not why
+    assert torch.equal(view.call(elsewhere, *view.args[1:]), elsewhere.flatten()[2:8].view(2, 3))
+
+
 def test_what_decides_by_data_runs_as_a_whole() -> None:
     kernel, why = trace(lambda x: x + float(x.sum()), [Operand(spec(3), "cpu")], [spec(3)], CPU)
     assert why and [s.kind for s in kernel.steps] == [NEW]

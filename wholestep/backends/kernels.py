@@ -68,6 +68,10 @@ def _pad(x: torch.Tensor, widths: Sequence[int], value: float = 0) -> torch.Tens
     return out
 
 
+def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], further: int) -> torch.Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + further)
+
+
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.index_select(weight, 0, indices.reshape(-1)).view(*indices.shape, weight.shape[1])
 
@@ -183,6 +187,8 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 def out_form(operator: Any, device: str) -> tuple[Any, tuple[str, ...]] | None:
     """The overload that writes into given tensors by a kernel of its own, and the names of those arguments."""
     schema = schema_of(operator)
+    if schema.name in ("aten::binary_cross_entropy", "aten::huber_loss"):  # they use `out` for what they reduce
+        return None
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     packet = operator.overloadpacket
     for name in packet.overloads():
@@ -282,8 +288,7 @@ class _Recorder(TorchDispatchMode):
         outputs = made if isinstance(made, list | tuple) else (made,)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if len(tensors) != len(outputs):
-            if any(isinstance(t, torch.Tensor) for t in outputs):
-                self.fresh(NEW, func, given, named, outputs)
+            self.fresh(NEW, func, given, named, outputs)  # one without results checks something: it stays
             return made
         if len(tensors) == 1 and id(tensors[0]) in self.number_of:
             return made
@@ -291,7 +296,11 @@ class _Recorder(TorchDispatchMode):
             base = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             root = self.root[self.number_of[id(base)]]
             numbers = tuple(self.add(t, root) for t in tensors)
-            self.steps.append(Step(VIEW, func, given, named, numbers))
+            call = func
+            if name == "aten::as_strided":
+                call, named = _as_strided, {}
+                given = (given[0], given[1], given[2], made.storage_offset() - base.storage_offset())
+            self.steps.append(Step(VIEW, call, given, named, numbers))
             return made
         if name in _EMPTY:
             self.own(tensors[0])
@@ -346,6 +355,9 @@ class _Recorder(TorchDispatchMode):
     def mutate(self, func: Any, args: Any, kwargs: Any, given: Any, named: Any) -> Any:
         made = func(*args, **kwargs)
         schema = schema_of(func)
+        if torch.Tag.inplace_view in func.tags:
+            self.problem = f"{schema.name} changes how a tensor lies"
+            return made
         numbers: list[int] = []
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -472,6 +484,8 @@ def finish(recorder: _Recorder, made: list[Any], operands: Sequence[Operand], wa
             and owner not in results
             and tensor.dtype == memory[owner].dtype
             and tensor.storage_offset() == 0
+            and not tensor.is_conj()
+            and not tensor.is_neg()
             and is_dense(spec.shape, spec.strides)
             and spec.bytes == memory[owner].bytes
         )

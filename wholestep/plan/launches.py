@@ -243,7 +243,8 @@ class _Flattener:
             ]
         elif self.chooses_on_host(op):
             operands, provider = op.operands, "choose"
-            layouts = [flat.strides[values[operands[1]]]]
+            laid, shape = flat.strides[values[operands[1]]], types[0].shape
+            layouts = [laid if is_dense(shape, laid) else row_major(shape)]
         else:
             written = self.absorption.written.get(op)
             if written is not None:

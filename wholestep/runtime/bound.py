@@ -431,14 +431,16 @@ class BoundPlan:
                 keys[i] = inputs[i].new_zeros(op.count, 3)
                 keys[i][:, 2] = torch.arange(op.count)
                 self.calls.append((keys[i][:, :2].copy_, (inputs[i][:2].expand(op.count, 2),), {}))
-        carry = {i: torch.empty_like(inputs[i]) for i, result in enumerate(op.carried) if result >= 0}
+        carried = [i for i, result in enumerate(op.carried) if result >= 0]
+        # what one micro-batch hands to the next, in two sets that take turns: a new value may be a part of an old one
+        turns = [{i: torch.empty_like(inputs[i]) for i in carried} for _ in range(2)]
         for number in range(op.count):
             arguments = [
                 keys[i][number] if kind == "key" else x.chunk(op.count)[number] if kind == "split" else x
                 for i, (x, kind) in enumerate(zip(inputs, op.given, strict=True))
             ]
             if number:
-                arguments = [carry.get(i, x) for i, x in enumerate(arguments)]
+                arguments = [turns[(number - 1) % 2].get(i, x) for i, x in enumerate(arguments)]
             inner = BoundPlan(body, self.device, arguments, arena, pinned=pinned)
             self.sites += [(launch, op)] * (len(self.calls) - len(self.sites)) + inner.sites
             self.calls += inner.calls
@@ -453,7 +455,7 @@ class BoundPlan:
                     self.calls.append((out.add_, (outputs[i],), {}))
                 elif kind != "last" or number == op.count - 1:
                     self.copy(out, outputs[i])
-            for i, held in carry.items():
+            for i, held in turns[number % 2].items():
                 self.copy(held, outputs[op.carried[i]])
         for kind, write in zip(op.taken, launch.writes, strict=True):
             if kind == "mean" and write >= 0:

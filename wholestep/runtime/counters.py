@@ -63,9 +63,16 @@ class Counters:
             if entry[1] >= 0:
                 by_type.setdefault(entry[2].dtype, []).append(entry)
         for entries in by_type.values():
-            vector = torch.stack([t.detach() for _, _, t in entries])
-            for i, (_, _, tensor) in enumerate(entries):
-                tensor.data = vector[i]
+            tensors = [t.detach() for _, _, t in entries]
+            first = tensors[0]
+            wanted = [first.data_ptr() + i * first.element_size() for i in range(len(tensors))]
+            together = len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+            if together and [t.data_ptr() for t in tensors] == wanted:  # another program has packed them already
+                vector = first.as_strided((len(tensors),), (1,))
+            else:
+                vector = torch.stack(tensors)
+                for i, (_, _, tensor) in enumerate(entries):
+                    tensor.data = vector[i]
             self.vectors.append((vector, [a for a, _, _ in entries], [r for _, r, _ in entries]))
         self.tensors = [entry for entry in self.tensors if entry[1] < 0]
 

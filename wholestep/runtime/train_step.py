@@ -263,6 +263,8 @@ class TrainStep:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would train on the given tensors
             self._own.load(state, parameters)
+            for compiled in self._variants.values():
+                compiled.snapshot = None  # averages and the loss scale are other tensors now
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict with the averaged parameters in it."""

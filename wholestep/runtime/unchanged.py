@@ -46,6 +46,10 @@ class Snapshot:
         self.state_lengths = list(map(len, self.states))
         self.held = list(chain.from_iterable(map(dict.values, self.states)))
         self.settings = plan.settings()
+        self.row_by_row = list(map(torch.Tensor.is_contiguous, self.tensors))
+        self.held_tensors = [t for t in self.held if isinstance(t, torch.Tensor)]
+        self.held_addresses = list(map(torch.Tensor.data_ptr, self.held_tensors))
+        self.held_row_by_row = list(map(torch.Tensor.is_contiguous, self.held_tensors))
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -62,6 +66,9 @@ class Snapshot:
             and all(map(is_, states, self.states))
             and list(map(len, self.states)) == self.state_lengths
             and all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.held))
+            and list(map(torch.Tensor.is_contiguous, self.tensors)) == self.row_by_row
+            and list(map(torch.Tensor.data_ptr, self.held_tensors)) == self.held_addresses
+            and list(map(torch.Tensor.is_contiguous, self.held_tensors)) == self.held_row_by_row
             and self.settings is not None
             and self.plan.settings() == self.settings
         )
