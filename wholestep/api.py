@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import machine
+from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
 from .capture.slots import Slot
 from .capture.structure import flatten
@@ -34,7 +35,6 @@ from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
 from .transforms import casts, masks, offload, recompute, regenerate  # noqa: F401  (they register their passes)
 from .transforms import pad as filled_products  # noqa: F401
-from .transforms.budget import BudgetReport, fit_budget
 from .transforms.opportunity import do_nothing, transform, whatever
 
 #: what every program goes through once it is whole

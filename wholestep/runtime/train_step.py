@@ -24,6 +24,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from ..budget import BudgetReport
 from ..capture.capture import named_state
 from ..capture.sandbox import keep_random_state
 from ..capture.slots import Slot
@@ -36,7 +37,6 @@ from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
-from ..transforms.budget import BudgetReport
 from ..transforms.opportunity import Opportunity, opportunities
 from . import own_state
 from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature

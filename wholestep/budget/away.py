@@ -10,11 +10,11 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...ir.core import Op
-from ...machine.description import Description
-from ...plan import Plan
-from ..offload import Offload
-from ..opportunity import sites
+from ..ir.core import Op
+from ..machine.description import Description
+from ..plan import Plan
+from ..transforms.offload import Offload
+from ..transforms.opportunity import sites
 
 FROM, TO = "device_to_host", "host_to_device"
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...cost.ledger import Kernel, Ledger, Move
-from ...cost.roofline import roofline
-from ...dialects.step import StepOp
-from ...ir.core import Op
-from ...machine.description import Description
-from ...plan import Plan
-from ...plan.plan import Launch, aligned
-from ..regenerate import EARLY
+from ..cost.ledger import Kernel, Ledger, Move
+from ..cost.roofline import roofline
+from ..dialects.step import StepOp
+from ..ir.core import Op
+from ..machine.description import Description
+from ..plan import Plan
+from ..plan.plan import Launch, aligned
+from ..transforms.regenerate import EARLY
 
 #: seconds that running any op again costs at least, so that no op runs again for nothing
 LEAST_SECONDS = 1e-9

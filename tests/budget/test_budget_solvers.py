@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from wholestep.transforms.budget.choice import Choice, Segments, cut, measure
-from wholestep.transforms.budget.exact import Exact
-from wholestep.transforms.budget.graph import Graph, Memory, Node
-from wholestep.transforms.budget.greedy import Greedy
-from wholestep.transforms.budget.templates import Template, find_templates
+from wholestep.budget.choice import Choice, Segments, cut, measure
+from wholestep.budget.exact import Exact
+from wholestep.budget.graph import Graph, Memory, Node
+from wholestep.budget.greedy import Greedy
+from wholestep.budget.templates import Template, find_templates
 
 
 def random_graph(draw: random.Random, ops: int = 9) -> Graph:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.budget import fit
 from wholestep.errors import InputError, MemoryBudgetError
 from wholestep.options import Options
-from wholestep.transforms.budget import fit
 
 LAYERS = 3
 

@@ -11,13 +11,13 @@ import torch
 from tests.plan.networks import Case, gpt
 from tests.plan.simulate import simulate
 from tests.plan.test_simulated import same_bits
+from wholestep.budget import BudgetReport, fit_budget
 from wholestep.dialects.move import verify_plan
 from wholestep.errors import MemoryBudgetError
 from wholestep.machine.description import Description, load_description
 from wholestep.plan import plan_function, plan_to_module
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import offload
-from wholestep.transforms.budget import BudgetReport, fit_budget
 
 #: so fast that every copy is hidden, and so slow that none is
 FAST, SLOW = 1e15, 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ...ir.hashing import structural_hash
+from ..ir.hashing import structural_hash
 from .graph import Graph
 
 #: ops in a piece of what does not repeat

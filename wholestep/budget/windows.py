@@ -6,7 +6,7 @@ of what a segment keeps runs.
 
 from __future__ import annotations
 
-from ...plan import Plan
+from ..plan import Plan
 from .choice import Segments
 from .graph import owner
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...dialects.step.control import MicroBatches, root_of
-from ...dialects.strides import Strides
-from ...errors import MemoryBudgetError
-from ...ir.builtin import lookup
-from ...ir.core import Op
-from ...ir.passes import run_pipeline
-from ...machine.description import Description, shipped
-from ...plan import Plan, plan_function
-from ..expand import expanded
-from ..opportunity import site_names
-from ..recompute import Recompute, late_results
-from ..regenerate import EARLY
+from ..dialects.step.control import MicroBatches, root_of
+from ..dialects.strides import Strides
+from ..errors import MemoryBudgetError
+from ..ir.builtin import lookup
+from ..ir.core import Op
+from ..ir.passes import run_pipeline
+from ..machine.description import Description, shipped
+from ..plan import Plan, plan_function
+from ..transforms.expand import expanded
+from ..transforms.opportunity import site_names
+from ..transforms.recompute import Recompute, late_results
+from ..transforms.regenerate import EARLY
 from .away import Away, fewest_away, send_away
 from .choice import Segments, cut, measure
 from .exact import Exact, Solved, is_installed
