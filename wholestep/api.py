@@ -215,7 +215,8 @@ def executable_of(
 
     static = None
     if step.options.level:
-        static = StaticStep(program.slots, numbers, device, argument_strides(program, step, batch), plan_for)
+        strides = argument_strides(program, step, batch)
+        static = StaticStep(program.slots, numbers, device, strides, plan_for, step.arena)
         check_fits(static.plan, device)
     seconds = {**seconds, "plan": time.perf_counter() - start}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)

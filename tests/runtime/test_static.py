@@ -469,3 +469,16 @@ def test_a_step_that_cannot_fit_changes_nothing(monkeypatch):
     with pytest.raises(MemoryBudgetError, match="the step needs"):
         ws.compile(model, squares, optimizer, (data(6, 4),))
     assert_same_bits(before, state_of(model, optimizer))
+
+
+def test_programs_of_one_step_share_their_arena() -> None:
+    model = fresh(Perceptron)
+    step = ws.compile(model, squares, adamw(model), (data(8, 4),), shapes="bucket")
+    twin = fresh(Perceptron)
+    single = ws.compile(twin, squares, adamw(twin), (data(8, 4),), shapes="bucket", level=0)
+    for rows in (8, 2, 8, 4, 2, 8):
+        assert torch.equal(step(data(rows, 4)), single(data(rows, 4)))
+    arenas = {c.static.bound.arena.untyped_storage().data_ptr() for c in step._variants.values()}
+    assert len(step._variants) == 3 and len(arenas) == 1
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

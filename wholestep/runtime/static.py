@@ -28,6 +28,19 @@ class Unfit(Exception):
     """The tensors of a step cannot be bound: some share memory, or are not what the step would update."""
 
 
+class Arena:
+    """Memory that the programs of one step share: they run one after the other and keep nothing in it between steps."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+
+    def take(self, size: int, device: torch.device) -> torch.Tensor:
+        """The first bytes of it; a program that needs more gets a larger one, which is the one from then on."""
+        if self.memory is None or self.memory.numel() < size or self.memory.device != device:
+            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self.memory[:size]
+
+
 class StaticStep:
     """Runs a planned program. `plan_for` plans it for arguments with these strides."""
 
@@ -38,9 +51,10 @@ class StaticStep:
         device: torch.device,
         strides: list[Any],
         plan_for: Callable[[list[Any]], Planned],
+        arena: Arena,
     ):
         self.slots, self.numbers, self.device, self.plan_for = slots, frozenset(numbers), device, plan_for
-        self.planned = plan_for(strides)
+        self.planned, self.arena = plan_for(strides), arena
         self.batch = [(i, s.source[1]) for i, s in enumerate(slots) if s.kind == "batch"]
         self.bound: BoundPlan | None = None
         self.graph: Graphed | None = None
@@ -64,7 +78,6 @@ class StaticStep:
                 self.planned = self.plan_for(strides)
                 break
         self.refuse_shared(inputs)
-        arena = None if self.bound is None or self.bound.plan is not self.plan else self.bound.arena
         self.bound = self.graph = None  # the memory of the old binding goes first
         key = self.device if self.device.type == "cpu" or device_random() else torch.device("cpu")
         cells = Cells(self.planned, self.device, key)
@@ -80,6 +93,7 @@ class StaticStep:
             else:
                 arguments.append(tensor.detach())
         counters = [i for i in sorted(self.numbers) if self.slots[i].kind == "optimizer_state"]
+        arena = self.arena.take(self.plan.arena, self.device)
         self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells, counters)
         self.fixed = [t for i, _ in self.batch if (t := arguments[i]) is not None]
         self.bindings += 1

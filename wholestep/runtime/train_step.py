@@ -47,7 +47,7 @@ from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .report import Report, report_of
 from .saved import write_step
-from .static import StaticStep, Unfit
+from .static import Arena, StaticStep, Unfit
 from .unchanged import Snapshot
 from .verification import compare_with_eager
 
@@ -118,6 +118,8 @@ class TrainStep:
         self._recompile, self._key_of = recompile, key_of
         self._lock = threading.RLock()
         self._own = OwnState(options)
+        #: the memory of all compiled programs
+        self.arena = Arena()
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
         self._durations: list[float] = []
         #: compiled programs by the shapes of their batch, the most recently used last
