@@ -433,8 +433,7 @@ class Importer:
         found = self._frames.get(trace)
         if found is None:
             frames = _FRAME.findall(trace)
-            outside = [f for f in frames if "/wholestep/" not in f[0]]
-            own = [f for f in outside if "/torch/" not in f[0]] or outside
+            own = [f for f in frames if "/torch/" not in f[0] and "/wholestep/" not in f[0]] or frames
             found = (own[-1][0], int(own[-1][1])) if own else ("", 0)
             self._frames[trace] = found
         return found
