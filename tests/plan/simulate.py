@@ -15,13 +15,13 @@ import torch
 
 from wholestep.backends.absorption import absorb_casts
 from wholestep.backends.aten import lower
-from wholestep.backends.host import host_function
+from wholestep.backends.host import host_function, with_constants
 from wholestep.dialects.step import torch_dtype
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op
 from wholestep.ir.hashing import structural_hash
 from wholestep.plan.plan import Plan
-from wholestep.runtime.executor import chooses_on_host, takes_floats, with_constants, with_tensors
+from wholestep.runtime.executor import chooses_on_host, takes_floats, with_tensors
 from wholestep.runtime.micro_batches import MicroBatchLoop
 from wholestep.transforms.expand import expanded
 

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from ..dialects.step import constant_value
 from ..ir.core import Op
 
 INF, NAN = math.inf, math.nan
@@ -75,3 +76,21 @@ def host_function(op: Op) -> Callable[..., Any] | None:
     if op.name == "step.div":
         return _divide if op.rounding == "none" else None
     return HOST.get(op.name)
+
+
+def with_constants(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """A function on the operands that are not constants."""
+    template = [constant_value(v) for v in op.operands]
+    if all(c is None for c in template):
+        return function
+    if len(template) == 2:
+        left, right = template
+        if right is not None:
+            return lambda x: function(x, right)
+        return lambda y: function(left, y)
+
+    def run(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if c is None else c for c in template))
+
+    return run

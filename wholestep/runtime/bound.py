@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..backends.aten import lower
-from ..backends.host import host_function
+from ..backends.host import host_function, with_constants
 from ..backends.kernels import COPY, FILL, MUTATE, NEW, OUT, VIEW, Kernel, Number, Ref, Spec, replaced, scratch_places
 from ..dialects.step import constant_value, torch_dtype
 from ..errors import WholestepError
@@ -554,21 +554,3 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and all(a == b or n == 1 for n, a, b in zip(one.shape, one.stride(), other.stride(), strict=True))
         and one.device == other.device
     )
-
-
-def with_constants(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
-    """A function on the operands that are not constants."""
-    template = [constant_value(v) for v in op.operands]
-    if all(c is None for c in template):
-        return function
-    if len(template) == 2:
-        left, right = template
-        if right is not None:
-            return lambda x: function(x, right)
-        return lambda y: function(left, y)
-
-    def run(*given: Any) -> Any:
-        rest = iter(given)
-        return function(*(next(rest) if c is None else c for c in template))
-
-    return run

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.absorption import CastBytes, absorb_casts, cast_bytes, is_float_cast
 from ..backends.aten import lower
-from ..backends.host import host_function
+from ..backends.host import host_function, with_constants
 from ..dialects.step import constant_value, torch_dtype
 from ..dialects.step.control import root_of
 from ..errors import WholestepError
@@ -136,24 +136,6 @@ def takes_floats(op: Op, host: set[Value]) -> bool:
     if op.name in ("step.axpy", "step.addcmul", "step.addcdiv", "step.lerp"):
         return not any(v in host for v in op.operands[:-1])
     return getattr(op.definition, "takes_numbers", False) and not all(v in host for v in op.operands)
-
-
-def with_constants(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
-    """A function on the operands that are not constants."""
-    template = [constant_value(v) for v in op.operands]
-    if all(c is None for c in template):
-        return function
-    if len(template) == 2:
-        left, right = template
-        if right is not None:
-            return lambda x: function(x, right)
-        return lambda y: function(left, y)
-
-    def run(*given: Any) -> Any:
-        rest = iter(given)
-        return function(*(next(rest) if c is None else c for c in template))
-
-    return run
 
 
 def with_tensors(run: Callable[..., Any], operands: tuple[Value, ...], host: set[Value]) -> Callable[..., Any]:

@@ -99,8 +99,6 @@ class StepOp(OpDef):
     pointwise: ClassVar[bool] = False
     #: its result is its operand's memory seen otherwise, where strides can say it
     views: ClassVar[bool] = False
-    #: operands, by number, whose memory the first result may take where they die; any of its own type for pointwise ops
-    overwrites: ClassVar[tuple[int, ...]] = ()
     commutative: ClassVar[bool] = False
     #: False for ops whose results carry no gradient (comparisons, integer results)
     differentiable: ClassVar[bool] = True

@@ -161,7 +161,6 @@ class Gather(AlongDim):
 class ScatterLike(AlongDim):
     """x with elements of src put where index says."""
 
-    overwrites = (0,)
     x = Operand()
     index = Operand(IntTensor)
     src = Operand()
@@ -212,7 +211,6 @@ class Scatter(ScatterLike):
 class IndexAdd(Indexing):
     """x with slices of src added: y[index[i]] += src[i] along one dimension."""
 
-    overwrites = (0,)
     x = Operand()
     index = Operand(IntTensor, "a vector")
     src = Operand()
@@ -345,7 +343,6 @@ class Index(Indexing):
 class IndexPut(Indexing):
     """x with x[:, i, j, :] replaced by values, or with values added; values broadcast to that place."""
 
-    overwrites = (0,)
     x = Operand()
     indices = Operand(IntTensor, "one per indexed dimension", variadic=True)
     values = Operand()

@@ -187,7 +187,6 @@ class SliceUpdate(StepOp):
     """`base` with one slice replaced by x."""
 
     moves = True
-    overwrites = (0,)
     base = Operand()
     x = Operand()
     y = Result()
