@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ NO_MLIR_OPT = "mlir-opt-22 is not on the PATH (Debian package mlir-22-tools): st
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("WHOLESTEP_PROVIDERS", "aten")  # tests of generated kernels ask for them
+    if "WHOLESTEP_CACHE" not in os.environ:  # what users have measured stays out of it, and workers share one
+        os.environ["WHOLESTEP_CACHE"] = tempfile.mkdtemp(prefix="wholestep-tests-")
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from . import machine
+from .backends.choose import Choices, choices_for
+from .backends.providers import providers_for
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
 from .capture.slots import Slot
@@ -61,6 +63,8 @@ def compile(
     pad: Mapping[str, float] | None = None,
     level: int = 3,
     memory_budget: str | int | float | None = None,
+    providers: Sequence[str] | None = None,
+    tune: bool = True,
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
@@ -86,7 +90,11 @@ def compile(
         has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; results
         do not change by a bit. One that cannot be met is an error that says the least that can (docs/memory.md).
     level: transformations up to this level are taken by themselves: 1 single ops, 2 neighbours, 3 the whole step,
-        4 devices and memories. 0 runs the program as it is, op by op.
+        4 devices and memories. 0 runs the program as it is, op by op; below 2 nothing is fused.
+    providers: who may run what was fused: "aten" (PyTorch's kernels), "triton" (generated for NVIDIA GPUs), "cpp"
+        (generated for CPUs), "inductor" (PyTorch's compiler; only where it is named), or one that was registered.
+        By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that default.
+    tune: times competing kernels on this machine, once: the results are kept (`wholestep cache`).
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
@@ -108,6 +116,8 @@ def compile(
         pad=pad,
         level=level,
         memory_budget=memory_budget,  # type: ignore[arg-type]
+        providers=providers,  # type: ignore[arg-type]
+        tune=tune,
         recipe=recipe,  # type: ignore[arg-type]
         force=force,  # type: ignore[arg-type]
         forbid=forbid,  # type: ignore[arg-type]
@@ -165,7 +175,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         policy,
         recipe=options.recipe,
         force=options.force,
-        forbid=options.forbid,
+        forbid=[p for p in options.forbid if not p.startswith("fuse ")],
         levels=range(1, options.level + 1),
     )
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
@@ -210,16 +220,43 @@ def executable_of(
     numbers = host_numbers(program, step.optimizer)
     refuse_overlap(program, step)
 
+    choices = choices_of(step, device)
+    forbid = [p for p in step.options.forbid if p.startswith("fuse ")]
+
     def plan_for(strides: list[Any]) -> Planned:
-        return planned_function(program.function, device, numbers, strides)
+        return planned_function(program.function, device, numbers, strides, choices=choices, forbid=forbid)
 
     static = None
+    kernels = dict.fromkeys(("generate", "build", "measure"), 0.0) if choices is None else dict(choices.seconds)
     if step.options.level:
         strides = argument_strides(program, step, batch)
         static = StaticStep(program.slots, numbers, device, strides, plan_for, step.arena)
         check_fits(static.plan, device)
-    seconds = {**seconds, "plan": time.perf_counter() - start}
+        check_forbidden(static.planned, forbid)
+    spent = {} if choices is None else {k: v - kernels[k] for k, v in choices.seconds.items()}
+    seconds = {**seconds, "plan": time.perf_counter() - start - sum(spent.values()), **spent}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
+
+
+def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
+    """Who may run regions of this step; None where ATen runs every op."""
+    options = step.options
+    names = options.providers
+    if names is None and (default := os.environ.get("WHOLESTEP_PROVIDERS")):
+        names = tuple(n.strip() for n in default.split(",") if n.strip())
+    providers = providers_for(device, names)
+    if options.level < 2 or all(p.name == "aten" for p in providers):
+        return None
+    if step.choices is None:
+        step.choices = choices_for(device, providers, options.tune)
+    return step.choices
+
+
+def check_forbidden(planned: Planned, forbid: Sequence[str]) -> None:
+    """Refuses patterns of fusions that fit nothing: a misspelt one must not pass unseen."""
+    for pattern in forbid:
+        if planned.fusion is None or pattern not in planned.fusion.forbidden:
+            raise InputError(f"forbid names {pattern!r}, which fits no fusion; step.opportunities() lists them")
 
 
 def refuse_overlap(program: Program, step: TrainStep) -> None:

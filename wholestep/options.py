@@ -45,6 +45,10 @@ class Options:
     level: int = 3
     #: bytes as an int, or as a float a share of the peak without a budget; a text such as "24GB" becomes an int
     memory_budget: int | float | None = None
+    #: who may run regions, by name; None for everybody that is there and does not have to be asked for
+    providers: tuple[str, ...] | None = None
+    #: whether competing kernels are timed on this machine; otherwise the best guess is taken
+    tune: bool = True
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
@@ -64,6 +68,10 @@ class Options:
             if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                 raise InputError(f"{name} is a list of keys such as 'recompute */gelu#*', not {value!r}")
             object.__setattr__(self, name, tuple(value))
+        if self.providers is not None:
+            if isinstance(self.providers, str) or not all(isinstance(v, str) for v in self.providers):
+                raise InputError(f'providers is a list of names such as ["aten", "triton"], not {self.providers!r}')
+            object.__setattr__(self, "providers", tuple(self.providers))
         object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
         if isinstance(self.level, bool) or self.level not in range(5):
             raise InputError(f"level is 0 (as written), 1, 2, 3 or 4 (all transformations), not {self.level!r}")
@@ -77,7 +85,7 @@ class Options:
             raise InputError(f"accumulate must be a positive number of micro-batches, not {self.accumulate!r}")
         if not is_count(self.max_variants):
             raise InputError(f"max_variants must be a positive number of compiled shapes, not {self.max_variants!r}")
-        for name in ("skip_nonfinite", "verify"):
+        for name in ("skip_nonfinite", "verify", "tune"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):

@@ -21,6 +21,8 @@ from ..torch_private import FakeTensorMode, TorchDispatchMode, has_kernel, is_co
 
 #: what a step does with memory
 VIEW, OUT, NEW, COPY, FILL, MUTATE = "view", "out", "new", "copy", "fill", "mutate"
+#: a kernel of another provider: called with its operands, then with the tensors it makes
+KERNEL = "kernel"
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 _FILL = {
     "aten::zeros": 0,

@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": "say where every byte of a training step goes, of a script or a saved step",
     "opt": "run passes on program text, like mlir-opt",
     "doctor": "say what this machine can do and what is missing",
+    "cache": "say what is kept of measured kernels, show it, clear it",
     "docs": "write the generated reference pages",
 }
 

@@ -1,15 +1,16 @@
-"""The dialects of a program, each an altitude: step says what is computed, move which bytes travel."""
+"""The dialects of a program, each an altitude: step says what is computed, loop how one kernel walks its data, move
+which bytes travel."""
 
 from __future__ import annotations
 
 from ..ir.builtin import builtin, func
 from ..ir.dialect import Context, Dialect
-from . import move, step
+from . import loop, move, step
 
 
 def all_dialects() -> list[Dialect]:
     """Every dialect Wholestep ships."""
-    return [builtin, func, step.step, move.move]
+    return [builtin, func, step.step, loop.loop, move.move]
 
 
 def context(allow_unregistered: bool = False) -> Context:

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 
 from ..backends.absorption import absorb_casts
 from ..backends.aten import lower
+from ..backends.choose import Choices
+from ..backends.generated import kernel_of, region_of
 from ..backends.host import host_function
 from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
+from ..backends.providers import Region
 from ..dialects.step import constant_value, ir_dtype, torch_dtype
+from ..dialects.step.fused import Fused
 from ..dialects.step.transfer import Fetch, Offload
 from ..dialects.strides import Strides, is_dense, row_major, same_places, view_of
 from ..errors import WholestepError
@@ -62,6 +66,8 @@ class Flat:
     ready: dict[int, int] = field(default_factory=dict)  # value that a copy on another stream makes -> its wait
     unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
     results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
+    undecided: list[Region] = field(default_factory=list)  # regions that no provider has been chosen for
+    op_by_op: list[Op] = field(default_factory=list)  # regions that ATen is to run: their ops belong into the program
 
     def value(self, kind: str, type: TensorType, strides: Strides, maker: int, made_by: int = -1) -> int:
         """A new value that has its own memory."""
@@ -105,6 +111,14 @@ class Body:
     strides: list[Strides]
 
 
+@dataclass(slots=True)
+class Regions:
+    """The bodies of regions, with their loop forms, by symbol, and the choices of who runs them."""
+
+    bodies: dict[str, tuple[Op, Op | None]]
+    choices: Choices
+
+
 def flatten(
     function: Op,
     kernels: Kernels,
@@ -112,13 +126,14 @@ def flatten(
     strides: Sequence[Strides | None] | None = None,
     find: Callable[[Op], Body] | None = None,
     alignment: int = 64,
+    regions: Regions | None = None,
 ) -> Flat:
     """The launches of an expanded function, by the kernels of one device.
 
     numbers: arguments that are single numbers on the host. strides: of the arguments, where they do not lie row by row.
-    find: the plan of the function that an op of micro-batches names.
+    find: the plan of the function that an op of micro-batches names. regions: who runs regions.
     """
-    return _Flattener(function, kernels, numbers, strides, find, alignment).flat
+    return _Flattener(function, kernels, numbers, strides, find, alignment, regions).flat
 
 
 class _Flattener:
@@ -132,8 +147,10 @@ class _Flattener:
         strides: Sequence[Strides | None] | None,
         find: Callable[[Op], Body] | None,
         alignment: int,
+        regions: Regions | None = None,
     ):
         self.flat = Flat()
+        self.regions = regions
         self.kernels, self.device = kernels, kernels.device
         self.find, self.alignment = find, alignment
         self.absorption = absorb_casts(function)
@@ -241,6 +258,10 @@ class _Flattener:
                 row_major(t.shape) if taken in ("concat", "mean") else s
                 for t, taken, s in zip(types, op.taken, body.strides, strict=True)
             ]
+        elif op.definition is Fused:
+            operands = op.operands
+            provider, kernel = self.as_region(op)
+            layouts = [s.strides for s in kernel.specs]
         elif self.chooses_on_host(op):
             operands, provider = op.operands, "choose"
             laid, shape = flat.strides[values[operands[1]]], types[0].shape
@@ -272,6 +293,19 @@ class _Flattener:
         if body is not None or space:
             flat.workspace[launch] = flat.value(LAUNCH, TensorType((space,), UI8), (1,), number, launch)
         self.describe(launch, op)
+
+    def as_region(self, op: Op) -> tuple[str, Kernel]:
+        """Who runs a region, and its kernel; what nobody has decided about yet is noted."""
+        assert self.regions is not None
+        body, loops = self.regions.bodies[op.callee.name]
+        specs = [self.operand(op, v).spec for v in op.operands]
+        region = region_of(body, loops, [s for s in specs if s is not None], self.device)
+        chosen = self.regions.choices.known.get(region.key)
+        if chosen is None:
+            self.flat.undecided.append(region)
+        elif chosen.run is None:
+            self.flat.op_by_op.append(op)
+        return "" if chosen is None else chosen.provider, kernel_of(region, chosen)
 
     def may_raise(self, op: Op, kernel: Kernel | None) -> bool:
         """Whether a launch may fail: it looks numbers of the batch up, or makes memory. On a GPU neither stops it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from ..backends.choose import Choices
+from ..backends.host import host_function
 from ..backends.kernels import Kernel, Kernels
 from ..dialects.step.control import root_of
 from ..dialects.strides import Strides
@@ -16,8 +18,10 @@ from ..ir.collector import collector_paused
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
 from ..transforms.expand import expanded
+from ..transforms.fuse import Fusion, dissolve, fuse
+from ..transforms.regions import Bodies
 from .aliases import Assignment, assign
-from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, flatten
+from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
 from .liveness import Graph, build_graph
 from .order import best_order
 from .overlap import link_slowdown, overlapped, waits_of
@@ -26,6 +30,8 @@ from .plan import Buffer, Launch, Plan, Returned, aligned
 
 #: bytes that addresses are multiples of
 ALIGNMENT = {"cpu": 64, "cuda": 256}
+#: how often a function is flattened until every region has its provider
+ATTEMPTS = 8
 _LIFETIMES = {"parameter": "param", "optimizer_state": "opt_state", "batch": "batch", "constant": "constant"}
 _NUMBERS = ("hyper", "fresh", "random_key")
 _EARLY, _LATE, _END = ("forward", "loss"), ("backward", "clip", "update"), ("clip", "update")
@@ -39,6 +45,8 @@ class Planned:
     function: Op
     kernels: list[Kernel | None]
     bodies: list[Planned]
+    #: what was fused, where providers other than ATen compete
+    fusion: Fusion | None = None
 
 
 def plan_function(
@@ -69,15 +77,20 @@ def planned_function(
     reorder: bool = True,
     omnimalloc: bool = True,
     whole_updates: bool | None = None,
+    choices: Choices | None = None,
+    forbid: Sequence[str] = (),
 ) -> Planned:
-    """As `plan_function`, with the kernels."""
+    """As `plan_function`, with the kernels. choices: who runs regions; without it every op is run by ATen.
+
+    forbid: patterns of fusions that must not be done.
+    """
     with collector_paused():
         where = torch.device(device)
         if where.type not in ALIGNMENT:
             raise WholestepError(f"no plan can be made for {where.type}; devices are {', '.join(ALIGNMENT)}")
         whole = where.type == "cpu" if whole_updates is None else whole_updates
-        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole)
-        return planner.plan(expanded(function, where), numbers, strides)
+        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole, choices, forbid)
+        return planner.plan(planner.expanded(function), numbers, strides)
 
 
 @dataclass(slots=True)
@@ -90,20 +103,59 @@ class _Planner:
     reorder: bool
     omnimalloc: bool
     whole_updates: bool
+    choices: Choices | None = None
+    forbid: Sequence[str] = ()
+    pieces: Bodies = field(default_factory=Bodies)
+
+    def expanded(self, function: Op) -> Op:
+        """What is planned: ops that ATen cannot run are expanded, by their general rules where kernels are generated."""
+        return expanded(function, self.device if self.choices is None else None)
+
+    def flatten(
+        self,
+        function: Op,
+        numbers: Iterable[int],
+        strides: Sequence[Strides | None] | None,
+        find: Callable[[Op], Body],
+        alignment: int,
+    ) -> tuple[Flat, Fusion | None]:
+        """The launches. Regions that nothing is known of are decided about; those that ATen runs are taken apart."""
+        numbers = list(numbers)
+        if self.choices is None:
+            return flatten(function, self.kernels, numbers, strides, find, alignment), None
+        fusion = fuse(
+            function, numbers, self.pieces, self.forbid, lambda op: host_function(op) is not None, self.choices.takes
+        )
+        root = root_of(function)
+        bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}
+        for attempt in range(ATTEMPTS):
+            flat = flatten(function, self.kernels, numbers, strides, find, alignment, Regions(bodies, self.choices))
+            late = attempt >= ATTEMPTS - 3
+            if flat.undecided and not late:
+                self.choices.decide(flat.undecided)
+            elif flat.op_by_op or flat.undecided:  # late: layouts keep changing with what is chosen
+                lost = set(flat.op_by_op)
+                dissolve(function, lambda op, lost=lost, all=bool(flat.undecided): all or op in lost)  # type: ignore[misc]
+            else:
+                return flat, fusion
+        raise AssertionError("regions are left that nobody runs")
 
     def plan(
         self, function: Op, numbers: Iterable[int] = (), strides: Sequence[Strides | None] | None = None
     ) -> Planned:
         bodies: list[Planned] = []
+        known: dict[Op, Body] = {}
 
         def find(op: Op) -> Body:
-            body = self.plan(expanded(lookup(self.root, op.callee), self.device))
-            bodies.append(body)
-            laid = [body.plan.buffers[r.buffer].strides for r in body.plan.results]
-            return Body(len(bodies) - 1, body.plan.arena, laid)
+            if op not in known:
+                body = self.plan(self.expanded(lookup(self.root, op.callee)))
+                bodies.append(body)
+                laid = [body.plan.buffers[r.buffer].strides for r in body.plan.results]
+                known[op] = Body(len(bodies) - 1, body.plan.arena, laid)
+            return known[op]
 
         alignment = ALIGNMENT[self.device.type]
-        flat = flatten(function, self.kernels, numbers, strides, find, alignment)
+        flat, fusion = self.flatten(function, numbers, strides, find, alignment)
         graph = build_graph(flat, alignment, self.whole_updates)
         if self.reorder:
             name, order, found, program_peak = best_order(graph, flat.phase)
@@ -144,7 +196,7 @@ class _Planner:
             buffer.name = argument_name
         kernels = [flat.kernel[launch] for launch in order]
         kernels += [None] * (len(plan.launches) - len(kernels))
-        return Planned(plan, function, kernels, bodies)
+        return Planned(plan, function, kernels, bodies, fusion)
 
 
 def argument_words(function: Op) -> tuple[list[str], list[str]]:

@@ -15,7 +15,21 @@ import torch
 
 from ..backends.aten import lower
 from ..backends.host import host_function, with_constants
-from ..backends.kernels import COPY, FILL, MUTATE, NEW, OUT, VIEW, Kernel, Number, Ref, Spec, replaced, scratch_places
+from ..backends.kernels import (
+    COPY,
+    FILL,
+    KERNEL,
+    MUTATE,
+    NEW,
+    OUT,
+    VIEW,
+    Kernel,
+    Number,
+    Ref,
+    Spec,
+    replaced,
+    scratch_places,
+)
 from ..dialects.step import constant_value, torch_dtype
 from ..errors import WholestepError
 from ..ir.core import Op
@@ -414,6 +428,8 @@ class BoundPlan:
                 kwargs.update(zip(step.outs, [tensors[n] for n in step.makes], strict=True))
             elif step.kind == NEW:
                 call = Made(call, tuple(tensors.get(n) if n >= 0 else None for n in step.makes))
+            elif step.kind == KERNEL:
+                args = (*args, *[tensors[n] for n in step.makes])
             else:
                 assert step.kind == MUTATE
             call = without_detour(call)

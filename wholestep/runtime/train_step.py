@@ -24,6 +24,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from ..backends.choose import Choices
 from ..budget import BudgetReport
 from ..capture.capture import named_state
 from ..capture.sandbox import keep_random_state
@@ -120,6 +121,8 @@ class TrainStep:
         self._own = OwnState(options)
         #: the memory of all compiled programs
         self.arena = Arena()
+        #: who may run regions of the program; None where ATen runs everything
+        self.choices: Choices | None = None
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
         self._durations: list[float] = []
         #: compiled programs by the shapes of their batch, the most recently used last

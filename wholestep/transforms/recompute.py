@@ -6,9 +6,15 @@ predicted change counts both. Results do not change: the same op on the same ope
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ..dialects.step import StepOp
+from ..dialects.step.normalization import BatchNorm
+from ..errors import InputError
+from ..ir.attributes import freeze
 from ..ir.builtin import functions
-from ..ir.core import Op, Value
+from ..ir.core import Block, Op, Value
 from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
 from .regenerate import EARLY
 
@@ -28,7 +34,7 @@ class Recompute(Transformation):
             given_back = set(block.last.operands) if block.last is not None else set()
             kept = given_back | {v for op in block if is_late(op) for v in op.operands}
             for op in block:
-                late = late_results(op)
+                late = self.late(op)
                 if not late or not issubclass(op.definition, StepOp):
                     continue
                 reason = why_not(op, late, given_back)
@@ -42,19 +48,48 @@ class Recompute(Transformation):
         return found
 
     def apply(self, op: Op) -> None:
-        late = [user for r in op.results for user in r.uses if is_late(user)]
-        block = op.parent
-        assert block is not None
-        users = set(late)
-        place = {other: number for number, other in enumerate(block)}
-        first = min(users, key=place.__getitem__)
-        copy = op.clone(copies_before(op, first, place))
-        copy.attributes["phase"] = first.phase
+        run_again([(self, op)])
+
+    def late(self, op: Op) -> list[Value]:
+        """Results that a later phase reads and that a copy would make."""
+        return late_results(op)
+
+    def copy(self, op: Op, new: dict[Value, Value]) -> Op:
+        """The op once more, on operands as `new` replaces them."""
+        return op.clone(new)
+
+
+def run_again(chosen: Sequence[tuple[Recompute, Op]]) -> list[Op]:
+    """Computes ops of one block again, each right before its first late reader; gives the copies.
+
+    Consumers come before their producers, so that a copy counts among the late readers of what it reads. Copies before
+    the same reader stand in the order of their originals.
+    """
+    if not chosen:
+        return []
+    block = chosen[0][1].parent
+    assert block is not None
+    lines = list(block)
+    place = {op: number for number, op in enumerate(lines)}
+    before: dict[int, list[Op]] = {}  # by the place of the reader, the last copy first
+    for how, op in sorted(chosen, key=lambda c: -place[c[1]]):
+        late = how.late(op)
+        users = dict.fromkeys(user for r in late for user in r.uses if is_late(user))
+        if not users:
+            raise InputError(f"{op.name} in {op.loc} cannot be computed again: no later phase reads it")
+        at = min(place[user] for user in users)
+        copy = how.copy(op, copies_before(op, lines[at], place))
+        copy.attributes["phase"] = lines[at].phase
         copy.attributes["again"] = True
-        block.insert_before(copy, first)
-        replaced = dict(zip(op.results, copy.results, strict=True))
+        place[copy] = at
+        before.setdefault(at, []).append(copy)
+        replaced = {r: copy.results[r.index] for r in late}
         for user in users:
             user.set_operands([replaced.get(v, v) for v in user.operands])
+    for at, copies in before.items():
+        for copy in reversed(copies):
+            block.insert_before(copy, lines[at])
+    return [copy for at in sorted(before) for copy in reversed(before[at])]
 
 
 def copies_before(op: Op, first: Op, place: dict[Op, int]) -> dict[Value, Value]:
@@ -73,6 +108,26 @@ def is_copy(twin: Op, op: Op) -> bool:
     """Whether an op is another one computed again: the same but for its phase."""
     same = twin.definition is op.definition and twin.operands == op.operands
     return same and twin.attributes == {**op.attributes, "phase": twin.phase, "again": True}
+
+
+def originals(block: Block) -> dict[Op, Op]:
+    """The op of forward that each copy computes again, also where the copy reads copies itself."""
+    same: dict[Value, Value] = {}  # a value -> the first one that is computed in the same way
+    known: dict[Any, Op] = {}
+    found: dict[Op, Op] = {}
+    for op in block:
+        operands = tuple([same.get(v, v) for v in op.operands])
+        attributes = {k: freeze(v) for k, v in op.attributes.items() if k not in ("phase", "again")}
+        if op.definition is BatchNorm and op.training:  # running statistics are no part of what is computed again
+            there = (op.weight is not None, op.bias is not None)
+            operands, attributes["operandSegmentSizes"] = operands[: 1 + sum(there)], there
+        key = op.definition, operands, frozenset(attributes.items())
+        first = known.setdefault(key, op) if op.definition.pure else op
+        if first is not op:
+            same.update(zip(op.results, first.results, strict=False))
+            if op.attributes.get("again"):
+                found[op] = first
+    return found
 
 
 def late_results(op: Op) -> list[Value]:

@@ -1,7 +1,8 @@
 """What a step op is: one class that owns all its rules, and the builder that makes such ops.
 
 Rules: `infer` (types), `evaluate` (reference execution through ATen), `derivative`, `expand` (into smaller ops),
-`flops`, `precision`, `roles` (which dimensions are parallel, reduced or must stay whole).
+`flops`, `precision`, `roles` (which dimensions are parallel, reduced or must stay whole), `element` (one element of the
+result from elements of the operands, which is what loops are made of).
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class StepOp(OpDef):
     derivative: ClassVar[Callable[..., Sequence[Value | None]] | None] = None
     #: expand(b, op) -> the results computed by smaller step ops
     expand: ClassVar[Callable[..., Any] | None] = None
+    #: element(k, op, index) -> the number at an index of the result, by `k.at(operand, index)` (transforms/loops.py)
+    element: ClassVar[Callable[..., Any] | None] = None
 
     @staticmethod
     def flops(op: Op) -> int:

@@ -94,8 +94,32 @@ class Contract(StepOp):
         return grads
 
     @staticmethod
+    def element(k, op, index):
+        left, right, out = parse_spec(op.spec)
+        where = dict(zip(out, index, strict=True))
+        summed = {c: walked(k, op.lhs, dim) for dim, c in enumerate(left) if c not in where}
+        where |= summed
+        element = op.y.type.element
+        product = k.apply(
+            "mul", k.at(op.lhs, [where[c] for c in left]), k.at(op.rhs, [where[c] for c in right]), dtype=element
+        )
+        total = k.reduce(product, "sum", list(summed.values()), index, element)
+        if op.addend is None:
+            return total
+        lead = len(index) - op.addend.type.rank
+        return k.apply("add", total, k.at(op.addend, index[lead:]), dtype=element)
+
+    @staticmethod
     def evaluate(op: Op) -> Callable[..., torch.Tensor]:
         return plan_contraction(op.spec, op.lhs.type, op.rhs.type, op.addend.type if op.addend else None)
+
+
+def walked(k, value, dim: int):
+    """The index along a dimension that a rule sums over, which no result walks: its parts are walked from here on."""
+    for part in k.dimensions.resolve(k.homes[value][dim]):
+        if part not in k.number:
+            k.number[part] = k.walk(k.dimensions.size[part]).terms[0][0]
+    return k.home(value)[dim]
 
 
 def plan_contraction(

@@ -10,6 +10,7 @@ from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ...ir.types import TensorType
 from .base import LABELS, Roles, StepOp, step
+from .contraction import walked
 from .support import blank, present, spread
 
 aten = torch.ops.aten
@@ -91,6 +92,23 @@ def _roles(op: Op, order: str) -> Roles:
     return conv_roles(op, x, w, y, order)
 
 
+def window_places(k, places, taps, stride, padding, dilation) -> list:
+    """Where the taps of the windows at some places lie."""
+    return [
+        k.joined([k.shifted(k.scaled(place, s), -p), k.scaled(tap, d)], [1, 1])
+        for place, tap, s, p, d in zip(places, taps, stride, padding, dilation, strict=True)
+    ]
+
+
+def padded(k, value, index):
+    """The number a value has at an index, 0 outside of it. A load is 0 there by itself."""
+    inside = True
+    for place, size in zip(index, value.type.shape, strict=True):
+        inside = k.both(inside, k.between(place, 0, size))
+    number = k.at(value, index)
+    return number if value in k.arguments else k.choose(inside, number, k.constant(0, value.type.element))
+
+
 @step.op
 class Conv(ConvolutionLike):
     """Cross-correlation of x with a kernel, plus a bias per output channel."""
@@ -124,6 +142,24 @@ class Conv(ConvolutionLike):
     def evaluate(op):
         args = window(op)
         return spread(op, lambda x, w, bias: aten.convolution.default(x, w, bias, *args))
+
+    @staticmethod
+    def element(k, op, index):
+        image, out, *places = index
+        taps = [k.walk(n) for n in op.w.type.shape[2:]]
+        element = op.y.type.element
+        if op.groups == 1:
+            channel = source = walked(k, op.x, 1)
+        else:  # the inputs of a group lie side by side, as its outputs do
+            width = op.w.type.shape[1]
+            channel = k.walk(width)
+            group, _ = k.divided(out, op.w.type.shape[0] // op.groups)
+            source = k.joined([group, channel], [op.groups, width])
+        seen = window_places(k, places, taps, op.stride, op.padding, op.dilation)
+        x = padded(k, op.x, [image, source, *seen])
+        product = k.apply("mul", x, k.at(op.w, [out, channel, *taps]), dtype=element)
+        total = k.reduce(product, "sum", [channel, *taps], index, element)
+        return total if op.bias is None else k.apply("add", total, k.at(op.bias, [out]), dtype=element)
 
     @staticmethod
     def derivative(b, op, dy):

@@ -47,6 +47,10 @@ class Embedding(Indexing):
         return aten.embedding.default
 
     @staticmethod
+    def element(k, op, index):
+        return k.at(op.weight, [k.computed(k.at(op.indices, index[:-1])), index[-1]])
+
+    @staticmethod
     def derivative(b, op, dy):
         return [b.embedding_grad(dy, op.indices, rows=op.weight.type.shape[0], padding_idx=op.padding_idx), None]
 
@@ -152,6 +156,11 @@ class Gather(AlongDim):
     def evaluate(op):
         dim = op.dim
         return lambda x, index: aten.gather.default(x, dim, index)
+
+    @staticmethod
+    def element(k, op, index):
+        picked = k.computed(k.at(op.index, index))
+        return k.at(op.x, [picked if d == op.dim else place for d, place in enumerate(index)])
 
     @staticmethod
     def derivative(b, op, dy):

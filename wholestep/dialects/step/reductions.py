@@ -56,6 +56,20 @@ class Reduction(StepOp):
         return lambda x: function(x, dims, keepdim)
 
     @staticmethod
+    def element(k, op, index):
+        rest, home, where = iter(index), k.home(op.x), []
+        for dim, place in enumerate(home):
+            if dim in op.dims:
+                where.append(place)
+                if op.keepdim:
+                    next(rest)
+            else:
+                where.append(next(rest))
+        reduced = [home[d] for d in op.dims]
+        x = k.at(op.x, where)
+        return k.reduce(x, op.definition.reduction, reduced, index, op.y.type.element)
+
+    @staticmethod
     def roles(op: Op) -> Roles:
         labels = LABELS[: op.x.type.rank]
         kept = "".join(
@@ -90,6 +104,7 @@ class Mean(Reduction):
     converts = True
     x = Operand(FloatTensor)
     reduction = "mean"
+    element = None  # type: ignore[assignment]  # by its expansion
 
     @staticmethod
     def evaluate(op):
@@ -192,6 +207,7 @@ class Logsumexp(Reduction):
     x = Operand(FloatTensor)
     torch_function = staticmethod(torch.logsumexp)
     reduction = "logsumexp"
+    element = None  # type: ignore[assignment]  # by its expansion
 
     @staticmethod
     def derivative(b, op, dy):
@@ -211,6 +227,7 @@ class Variance(Reduction):
 
     x = Operand(FloatTensor)
     reduction = "var"
+    element = None  # type: ignore[assignment]  # by its expansion
     correction = Attr("number", "subtracted from the count", 1)
 
     @staticmethod

@@ -43,6 +43,10 @@ class Reshape(Shape):
         return lambda x: x.reshape(shape)
 
     @staticmethod
+    def element(k, op, index):
+        return k.at(op.x, reshaped(k, index, op.shape, op.x.type.shape))
+
+    @staticmethod
     def derivative(b, op, dy):
         return [b.reshape_to(dy, op.x.type.shape)]
 
@@ -66,6 +70,10 @@ class Transpose(Shape):
     def evaluate(op):
         order = op.order
         return lambda x: x.permute(order)
+
+    @staticmethod
+    def element(k, op, index):
+        return k.at(op.x, [index[op.order.index(i)] for i in range(len(index))])
 
     @staticmethod
     def derivative(b, op, dy):
@@ -99,6 +107,12 @@ class Broadcast(Shape):
     def evaluate(op):
         shape = op.shape
         return lambda x: x.expand(shape)
+
+    @staticmethod
+    def element(k, op, index):
+        have = op.x.type.shape
+        index = index[len(index) - len(have) :]
+        return k.at(op.x, [k.nowhere if n == 1 else place for place, n in zip(index, have, strict=True)])
 
     @staticmethod
     def derivative(b, op, dy):
@@ -140,6 +154,11 @@ class Slice(Shape):
         return lambda x: x[index]
 
     @staticmethod
+    def element(k, op, index):
+        place = k.shifted(k.scaled(index[op.dim], op.stride), op.start)
+        return k.at(op.x, [*index[: op.dim], place, *index[op.dim + 1 :]])
+
+    @staticmethod
     def derivative(b, op, dy):
         place = dict(dim=op.dim, start=op.start, end=op.end, stride=op.stride)
         return [b.slice_grad(dy, size=op.x.type.shape[op.dim], **place)]
@@ -168,6 +187,11 @@ class SliceGrad(Shape):
     def evaluate(op):
         shape, args = op.y.type.shape, (op.dim, op.start, op.end, op.stride)
         return lambda x: torch.ops.aten.slice_backward.default(x, shape, *args)
+
+    @staticmethod
+    def element(k, op, index):
+        zero = k.constant(0, op.y.type.element)
+        return on_slice(k, op, index, zero)
 
     @staticmethod
     def derivative(b, op, dy):
@@ -207,6 +231,10 @@ class SliceUpdate(StepOp):
     def evaluate(op):
         args = (op.dim, op.start, op.end, op.stride)
         return lambda base, x: torch.ops.aten.slice_scatter.default(base, x, *args)
+
+    @staticmethod
+    def element(k, op, index):
+        return on_slice(k, op, index, k.at(op.base, index))
 
     @staticmethod
     def derivative(b, op, dy):
@@ -250,6 +278,20 @@ class Concat(StepOp):
         return lambda *xs: torch.cat(xs, dim)
 
     @staticmethod
+    def element(k, op, index):
+        place, at, end = index[op.dim], op.y.type.shape[op.dim], None
+        for x in reversed(op.operands):
+            at -= x.type.shape[op.dim]
+            if not x.type.size:
+                continue
+            here = k.below(place, at + x.type.shape[op.dim])
+            if here is False or k.below(place, at) is True:
+                continue
+            value = k.at(x, [*index[: op.dim], k.shifted(place, -at), *index[op.dim + 1 :]])
+            end = value if end is None or here is True else k.choose(here, value, end)
+        return end
+
+    @staticmethod
     def derivative(b, op, dy):
         out, at = [], 0
         for x in op.operands:
@@ -283,6 +325,14 @@ class Pad(Shape):
         return lambda x: torch.ops.aten.constant_pad_nd.default(x, widths, value)
 
     @staticmethod
+    def element(k, op, index):
+        inside = True
+        for place, low, n in zip(index, op.low, op.x.type.shape, strict=True):
+            inside = k.both(inside, k.between(place, low, low + n))
+        value = k.at(op.x, [k.shifted(place, -low) for place, low in zip(index, op.low, strict=True)])
+        return k.choose(inside, value, k.constant(op.value, op.y.type.element))
+
+    @staticmethod
     def derivative(b, op, dy):
         return [b.pad(dy, low=tuple(-w for w in op.low), high=tuple(-w for w in op.high), value=0.0)]
 
@@ -309,6 +359,13 @@ class Flip(Shape):
         return lambda x: torch.flip(x, dims)
 
     @staticmethod
+    def element(k, op, index):
+        shape = op.x.type.shape
+        return k.at(
+            op.x, [k.shifted(k.scaled(p, -1), shape[d] - 1) if d in op.dims else p for d, p in enumerate(index)]
+        )
+
+    @staticmethod
     def derivative(b, op, dy):
         return [b.flip(dy, dims=op.dims)]
 
@@ -316,6 +373,42 @@ class Flip(Shape):
     def roles(op):
         labels = LABELS[: op.x.type.rank]
         return Roles((labels,), (labels,), whole="".join(labels[d] for d in op.dims))
+
+
+def reshaped(k, index, shape, wanted):
+    """The index into a tensor of shape `wanted` of the element that has `index` under another shape.
+
+    Runs of dimensions with equally many elements are translated on their own.
+    """
+    if 0 in shape:
+        return [k.nowhere] * len(wanted)
+    found = []
+    i = j = 0
+    while i < len(shape) or j < len(wanted):
+        first, second, have, want = i, j, 1, 1
+        while have != want or (i == first and i < len(shape)) or (j == second and j < len(wanted)):
+            if (have <= want or j == len(wanted)) and i < len(shape):
+                have, i = have * shape[i], i + 1
+            else:
+                want, j = want * wanted[j], j + 1
+        here, place = [], k.joined(index[first:i], shape[first:i])
+        for n in reversed(wanted[second + 1 : j]):
+            place, rest = k.divided(place, n)
+            here.append(rest)
+        found += [place, *reversed(here)] if second < j else []
+    return found
+
+
+def on_slice(k, op, index, other):
+    """The element of op.x where the index is on its slice, `other` elsewhere."""
+    place = k.shifted(index[op.dim], -op.start)
+    count = op.x.type.shape[op.dim]
+    inside = k.between(index[op.dim], op.start, op.start + (count - 1) * op.stride + 1)
+    if op.stride != 1:
+        place, rest = k.quotient(place, op.stride)
+        inside = k.both(inside, rest)
+    value = k.at(op.x, [*index[: op.dim], place, *index[op.dim + 1 :]])
+    return k.choose(inside, value, other)
 
 
 def matrix_of(type: TensorType, dims: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
 from ...ir.types import I64, TensorType
 from .base import LABELS, Roles, StepOp, step, torch_dtype
-from .philox import DISTRIBUTIONS, words_per_element
+from .philox import DISTRIBUTIONS, digits, words_per_element
 from .philox_ops import expand_random
 
 
@@ -39,6 +39,10 @@ class Constant(Source):
         shape, dtype, value = op.type.shape, torch_dtype(op.type.element), op.attributes["value"]
         return lambda device=None: torch.full(shape, value, dtype=dtype, device=device)
 
+    @staticmethod
+    def element(k, op, index):
+        return k.constant(op.attributes["value"], op.type.element)
+
 
 @step.op
 class Iota(Source):
@@ -65,6 +69,10 @@ class Iota(Source):
         if n == 0:
             return lambda device=None: torch.empty(0, dtype=dtype, device=device)
         return lambda device=None: torch.arange(start, end, stride, dtype=dtype, device=device)
+
+    @staticmethod
+    def element(k, op, index):
+        return k.counted(index[0], op.start, op.stride, op.type.element)
 
     @staticmethod
     def check(op):
@@ -107,6 +115,10 @@ class Random(StepOp):
             return out
 
         return run
+
+    @staticmethod
+    def element(k, op, index):
+        return k.random(op.key, index, op.type, op.stream, digits(torch_dtype(op.type.element)))
 
     @staticmethod
     def expand(b, op):

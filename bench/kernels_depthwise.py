@@ -1,0 +1,421 @@
+"""Our depthwise convolutions against cuDNN, on the layers of EfficientNet-B0 and MobileNetV2: checked, then timed.
+
+Every configuration is compared with cuDNN in f32 before it is timed; times are medians of CUDA graph replays, in turns,
+with the L2 cache flushed. `python bench/kernels_depthwise.py --out FILE.md` on a GPU. Without one: `--compile` compiles
+everything for sm_90 and counts registers and spills; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from wholestep.backends.triton import depthwise  # noqa: E402
+from wholestep.backends.triton.depthwise import Config  # noqa: E402
+
+BATCH = 256
+DTYPE = torch.bfloat16
+PARTS = ("forward", "input_grad", "weight_grad")
+#: forward with scale-shift-SiLU on load and BatchNorm sums on store
+FUSED = "forward, fused"
+#: share of the value that rounding to bf16 may change, and share of the largest value that the order of sums may
+TOLERANCE = (2**-8, 1e-3)
+ROUNDS = 15
+#: more than any L2 cache of today
+FLUSH_BYTES = 256 * 2**20
+
+#: kernel, stride of the first block, expansion, channels out, blocks
+EFFICIENTNET_B0 = [
+    (3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3), (5, 1, 6, 112, 3), (5, 2, 6, 192, 4),
+    (3, 1, 6, 320, 1),
+]  # fmt: skip
+MOBILENET_V2 = [
+    (3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (3, 2, 6, 32, 3), (3, 2, 6, 64, 4), (3, 1, 6, 96, 3), (3, 2, 6, 160, 3),
+    (3, 1, 6, 320, 1),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    channels: int
+    size: int
+    k: int
+    stride: int
+    batch: int = BATCH
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.channels, self.size, self.size
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return (
+            self.batch,
+            self.channels,
+            *depthwise.output_size(self.size, self.size, self.kernel, self.stride, self.pad),
+        )
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        return self.k, self.k
+
+    @property
+    def pad(self) -> int:
+        return self.k // 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.channels} @ {self.size}², {self.k}x{self.k}, stride {self.stride}"
+
+
+def depthwise_layers(blocks: list[tuple[int, int, int, int, int]]) -> dict[Layer, int]:
+    """The depthwise layers of a network at 224², and how often each occurs."""
+    found: dict[Layer, int] = {}
+    channels, size = 32, 112
+    for k, first_stride, expansion, out, repeats in blocks:
+        for block in range(repeats):
+            stride = first_stride if block == 0 else 1
+            layer = Layer(channels * expansion, size, k, stride)
+            found[layer] = found.get(layer, 0) + 1
+            channels, size = out, size // stride
+    return found
+
+
+NETWORKS = {"EfficientNet-B0": depthwise_layers(EFFICIENTNET_B0), "MobileNetV2": depthwise_layers(MOBILENET_V2)}
+LAYERS = list(dict.fromkeys(layer for layers in NETWORKS.values() for layer in layers))
+
+
+def candidates(part: str, layer: Layer) -> list[Config]:
+    if part == FUSED:
+        return candidates("forward", layer)[:2]
+    return depthwise.configs(part, layer.shape, layer.k, layer.stride, DTYPE)
+
+
+# ------------------------------------------------------------------------------------------------------------- calls
+
+
+@dataclass
+class Tensors:
+    """What one layer reads and writes; `wanted` are the right results."""
+
+    layer: Layer
+    x: torch.Tensor
+    w: torch.Tensor
+    dy: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    @classmethod
+    def draw(cls, layer: Layer, device: str) -> Tensors:
+        def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+            if device == "meta":
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.randn(shape, device=device, generator=g).to(dtype)
+
+        g = None if device == "meta" else torch.Generator(device=device).manual_seed(0)
+        last = torch.channels_last
+        x = normal(*layer.shape).contiguous(memory_format=last)
+        dy = normal(*layer.out_shape).contiguous(memory_format=last)
+        c = layer.channels
+        scale, shift = normal(c, dtype=torch.float32), normal(c, dtype=torch.float32)
+        return cls(layer, x, normal(c, 1, *layer.kernel), dy, scale, shift)
+
+    def ours(self, part: str, config: Config) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """A call of our kernel, and the tensors it writes its results to."""
+        how: dict[str, Any] = dict(stride=self.layer.stride, padding=self.layer.pad, config=config)
+        if part == "input_grad":
+            dx = torch.empty_like(self.x)
+            return lambda: depthwise.input_grad(self.dy, self.w, dx, **how), [dx]
+        if part == "weight_grad":
+            dw = torch.empty_like(self.w)
+            shape = depthwise.partials_shape(self.dy.shape, self.w.shape, config)
+            partials = torch.empty(shape, dtype=torch.float32, device=self.x.device)
+            return lambda: depthwise.weight_grad(self.x, self.dy, dw, partials, **how), [dw]
+        y = torch.empty_like(self.dy)
+        if part == "forward":
+            return lambda: depthwise.forward(self.x, self.w, y, **how), [y]
+        sums = torch.empty(depthwise.sums_shape(y.shape, config), dtype=torch.float32, device=self.x.device)
+        how |= dict(scale=self.scale, shift=self.shift, activation="silu", sums=sums)
+        return lambda: depthwise.forward(self.x, self.w, y, **how), [y, sums]
+
+    def torchs(self, part: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """The same by PyTorch, which asks cuDNN; the fused part is the convolution of an activated input."""
+        x, w, dy = (t.to(dtype) for t in (self.x, self.w, self.dy))
+        s, p, c = [self.layer.stride] * 2, [self.layer.pad] * 2, self.layer.channels
+        if part == FUSED:
+            x = torch.nn.functional.silu(x * self.scale.view(-1, 1, 1) + self.shift.view(-1, 1, 1)).to(dtype)
+        if part in ("forward", FUSED):
+            return lambda: torch.ops.aten.convolution(x, w, None, s, p, [1, 1], False, [0, 0], c)
+        mask = [part == "input_grad", part == "weight_grad", False]
+        backward = torch.ops.aten.convolution_backward
+        return lambda: backward(dy, x, w, [0], s, p, [1, 1], False, [0, 0], c, mask)[mask.index(True)]
+
+
+def wrong(part: str, found: list[torch.Tensor], want: torch.Tensor) -> str:
+    """How a result differs from the f32 one; "" if only by rounding."""
+    got = found[0].float()
+    allowed = TOLERANCE[0] * want.abs() + TOLERANCE[1] * want.abs().max()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        allowed += TOLERANCE[0] * want.abs()  # the interpreter cuts bf16 off instead of rounding
+    excess = ((got - want).abs() - allowed).max().item()
+    if not excess <= 0:
+        return f"differs by {(got - want).abs().max().item():.3g}, {excess:.3g} more than allowed"
+    if part == FUSED:
+        sums = found[1].double().sum(0)
+        for which, right in enumerate((got.double().sum((0, 2, 3)), got.double().square().sum((0, 2, 3)))):
+            spread = got.double().abs().pow(which + 1).sum((0, 2, 3))
+            if not bool(((sums[which] - right).abs() <= 1e-4 * spread).all()):
+                return f"sums[:, {which}] differ by {(sums[which] - right).abs().max().item():.3g}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+
+class Pretend:
+    """A driver that only knows the target: kernels are compiled, never run."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_for_sm90(part: str, layer: Layer, config: Config) -> dict[str, Any]:
+    """Compiles into Triton's cache, under the key that a launch will look for; seconds, registers, spilled bytes."""
+    from triton.compiler import ASTSource
+
+    found: dict[str, Any] = {}
+
+    def instead_of_launching(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        options = {name: compile[name] for name in ("num_warps", "num_stages")}
+        begin = time.perf_counter()
+        kernel = triton.compile(source, target=Pretend().get_current_target(), options=options)
+        if fn.name != "finish_kernel":
+            found.update(seconds=time.perf_counter() - begin, **usage(kernel.asm["cubin"]))
+        return True
+
+    triton.runtime.driver.set_active(Pretend())
+    triton.knobs.runtime.jit_cache_hook = instead_of_launching
+    Tensors.draw(layer, "meta").ours(part, config)[0]()
+    return {"part": part, "layer": layer.name, "config": str(config), **found}
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """What cuobjdump, which comes with Triton, says about a kernel."""
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"cuobjdump says nothing of registers:\n{text}")
+    return {"registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
+
+
+def compile_all(jobs: int) -> list[dict[str, Any]]:
+    work = [(p, layer, c) for layer in LAYERS for p in (*PARTS, FUSED) for c in candidates(p, layer)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return list(pool.map(compile_for_sm90, *zip(*work, strict=True), chunksize=4))
+
+
+def compile_table(rows: list[dict[str, Any]]) -> str:
+    spilling = [row for row in rows if row["spilled"]]
+    lines = [
+        f"{len(rows)} kernels for sm_90, {sum(r['seconds'] for r in rows):.0f} s on one core, the slowest "
+        f"{max(r['seconds'] for r in rows):.1f} s; {len(spilling)} spill registers.",
+        "",
+        "| part | layer | configurations | seconds, each | registers | spilled bytes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for part in (*PARTS, FUSED):
+        for layer in LAYERS:
+            own = [r for r in rows if (r["part"], r["layer"]) == (part, layer.name)]
+            spread = [f"{min(r[k] for r in own):.{d}f} to {max(r[k] for r in own):.{d}f}"
+                      for k, d in (("seconds", 1), ("registers", 0), ("spilled", 0))]  # fmt: skip
+            lines.append(f"| {part} | {layer.name} | {len(own)} | {' | '.join(spread)} |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def replayed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as a CUDA graph, so that the host's time does not count."""
+    if not torch.cuda.is_available():
+        return call
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def in_turns(calls: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
+    """Median milliseconds of each."""
+    samples: dict[Any, list[Any]] = {name: [] for name in calls}
+    if not torch.cuda.is_available():
+        for _ in range(rounds):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                samples[name].append(1000 * (time.perf_counter() - begin))
+        return {name: statistics.median(taken) for name, taken in samples.items()}
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            begin.record()
+            call()
+            end.record()
+            if turn:
+                samples[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(b.elapsed_time(e) for b, e in taken) for name, taken in samples.items()}
+
+
+def measure(layer: Layer, device: str, rounds: int) -> dict[str, Any]:
+    """Every configuration of every part: checked, then timed beside PyTorch."""
+    tensors = Tensors.draw(layer, device)
+    calls: dict[tuple[str, Config | str], Callable[[], Any]] = {}
+    faults: dict[str, str] = {}
+    for part in (*PARTS, FUSED):
+        want = tensors.torchs(part, torch.float32)()
+        for config in candidates(part, layer):
+            call, results = tensors.ours(part, config)
+            for tensor in results:
+                tensor.fill_(float("nan"))
+            call()
+            fault = wrong(part, results, want)
+            if fault:
+                faults[f"{part} {config}"] = fault
+            else:
+                calls[part, config] = replayed(call)
+        del want
+        if part != FUSED:
+            calls[part, "torch"] = replayed(tensors.torchs(part, DTYPE))
+    times = in_turns(calls, rounds)
+    found: dict[str, Any] = {"layer": layer.name, "faults": faults}
+    for part in (*PARTS, FUSED):
+        own = {config: ms for (p, config), ms in times.items() if p == part and config != "torch"}
+        best = min(own, key=lambda config: own[config]) if own else None
+        found[part] = {"torch": times.get((part, "torch")), "best": short(best), "ours": own.get(best)}
+        found[part]["first"] = own.get(candidates(part, layer)[0])
+        found[part]["configs"] = {short(config): ms for config, ms in own.items()}
+    return found
+
+
+def short(config: Any) -> str:
+    if config is None:
+        return "none"
+    return (
+        f"{config.columns}x{config.rows}, vector {config.vector}, images {config.images}"
+        f"{', prefetch' if config.prefetch else ''}"
+    )
+
+
+def figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def table(measured: dict[Layer, dict[str, Any]], networks: dict[str, dict[Layer, int]]) -> str:
+    lines = ["| layer | " + " | ".join(f"{p}: cuDNN | ours | first guess" for p in PARTS) + f" | {FUSED} |"]
+    lines += ["|---" * (2 + 3 * len(PARTS)) + "|"]
+    columns = [(p, kind) for p in PARTS for kind in ("torch", "ours", "first")] + [(FUSED, "ours")]
+    for layer, found in measured.items():
+        lines.append(f"| {layer.name} | " + " | ".join(figure(found[p][kind]) for p, kind in columns) + " |")
+    for name, layers in networks.items():
+        for title, weight in (("distinct layers", False), ("all layers", True)):
+            sums = []
+            for p, kind in columns:
+                terms = [(measured[layer][p][kind], times if weight else 1) for layer, times in layers.items()]
+                sums.append(None if any(ms is None for ms, _ in terms) else sum(ms * times for ms, times in terms))
+            lines.append(f"| **{name}, {title}** | " + " | ".join(figure(s) for s in sums) + " |")
+    lines += ["", "Winners (columns x rows of one walk):", "", "| layer | " + " | ".join((*PARTS, FUSED)) + " |"]
+    lines += ["|---" * 5 + "|"]
+    for layer, found in measured.items():
+        lines.append(f"| {layer.name} | " + " | ".join(found[p]["best"] for p in (*PARTS, FUSED)) + " |")
+    faults = [f"- {f['layer']}: {key}: {why}" for f in measured.values() for key, why in f["faults"].items()]
+    lines += ["", f"Configurations with wrong results (not timed): {len(faults)}", *faults]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="write the table here, and all figures beside it as .json")
+    parser.add_argument("--compile", action="store_true", help="only compile, for sm_90; needs no GPU")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes; with TRITON_INTERPRET=1 on any machine")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    figures: Any
+    if options.compile:
+        figures = compile_all(options.jobs)
+        text = compile_table(figures)
+    else:
+        networks = NETWORKS
+        if options.dry:
+            tiny = {Layer(8, 6, 3, 1, 2): 1, Layer(4, 5, 5, 2, 2): 2}
+            networks = {"tiny": tiny}
+        else:
+            compile_all(options.jobs)
+        compiled = time.perf_counter() - begin
+        cuda = torch.cuda.is_available()
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = False
+        layers = dict.fromkeys(layer for layers in networks.values() for layer in layers)
+        measured = {}
+        for layer in layers:
+            measured[layer] = measure(layer, "cuda" if cuda else "cpu", ROUNDS if cuda else 1)
+            if cuda:
+                torch.cuda.empty_cache()
+        where = torch.cuda.get_device_name() if cuda else "no GPU"
+        text = (
+            f"{where}, torch {torch.__version__}, Triton {triton.__version__}, batch {next(iter(layers)).batch}, bf16; "
+            f"milliseconds, median of {ROUNDS if cuda else 1}, L2 flushed. Compiling took {compiled:.0f} s, everything "
+            f"{time.perf_counter() - begin:.0f} s.\n\n{table(measured, networks)}"
+        )
+        figures = list(measured.values())
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    wrong_ones = not options.compile and any(found["faults"] for found in figures)
+    return 1 if wrong_ones else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+// What generated kernels are made of: numbers in memory, functions of one number, reductions, random numbers.
+// Functions are without branches and calls where a compiler is to make vectors of them; IEEE rules hold throughout.
+// No header is included: reading those takes longer than compiling a kernel.
+
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+static_assert(sizeof(i32) == 4 && sizeof(i64) == 8, "sizes of integers");
+
+#define INLINE static inline __attribute__((always_inline))
+#define NAN_F __builtin_nanf("")
+#define INF_F __builtin_inff()
+
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
+INLINE float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+INLINE float fma_(float a, float b, float c) { return a * b + c; }
+#endif
+
+INLINE u32 bits_of(float x) { u32 y; __builtin_memcpy(&y, &x, 4); return y; }
+INLINE float float_of(u32 x) { float y; __builtin_memcpy(&y, &x, 4); return y; }
+
+// ---- numbers in memory ----------------------------------------------------------------------------------------------
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+struct b8 { u8 bits; };
+
+template <class T> INLINE T get(const T* p, i64 i) { return p[i]; }
+INLINE float get(const bf16* p, i64 i) { return float_of((u32)p[i].bits << 16); }
+INLINE float get(const f16* p, i64 i) {
+  u32 h = p[i].bits, m = h & 0x7fff;
+  u32 finite = bits_of(float_of(m << 13) * 0x1p112f), other = m << 13 | 0x7f800000;
+  return float_of((m >= 0x7c00 ? other : finite) | (h & 0x8000) << 16);
+}
+INLINE bool get(const b8* p, i64 i) { return p[i].bits != 0; }
+
+template <class T> INLINE void put(T* p, i64 i, T x) { p[i] = x; }
+INLINE void put(bf16* p, i64 i, float x) {  // to the nearest, ties to even
+  u32 b = bits_of(x), r = (b + 0x7fff + (b >> 16 & 1)) >> 16;
+  p[i].bits = (u16)(x != x ? 0x7fc0 : r);
+}
+INLINE void put(f16* p, i64 i, float x) {
+  u32 b = bits_of(x), sign = b >> 16 & 0x8000, a = b & 0x7fffffff;
+  u32 small = bits_of(float_of(a) + 0.5f) - 0x3f000000;  // below 2^-14: a unit of 0.5f is the smallest number of f16
+  u32 r = (a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13;
+  r = a < 0x38800000 ? small : r;
+  r = a >= 0x477ff000 ? 0x7c00 : r;
+  r = a > 0x7f800000 ? 0x7e00 : r;
+  p[i].bits = (u16)(sign | r);
+}
+INLINE void put(b8* p, i64 i, bool x) { p[i].bits = x; }
+
+// ---- conversions ----------------------------------------------------------------------------------------------------
+
+template <class T> struct To { template <class S> INLINE T from(S x) { return (T)x; } };
+template <> struct To<bool> { template <class S> INLINE bool from(S x) { return x != (S)0; } };
+template <> struct To<u8> {  // a negative float wraps around instead of being undefined
+  template <class S> INLINE u8 from(S x) { return (u8)x; }
+  INLINE u8 from(float x) { return (u8)(i32)x; }
+  INLINE u8 from(double x) { return (u8)(i64)x; }
+};
+template <> struct To<i8> {
+  template <class S> INLINE i8 from(S x) { return (i8)x; }
+  INLINE i8 from(float x) { return (i8)(i32)x; }
+  INLINE i8 from(double x) { return (i8)(i32)x; }
+};
+template <> struct To<i16> {
+  template <class S> INLINE i16 from(S x) { return (i16)x; }
+  INLINE i16 from(float x) { return (i16)(i32)x; }
+  INLINE i16 from(double x) { return (i16)(i32)x; }
+};
+
+// ---- functions of f32 -----------------------------------------------------------------------------------------------
+// Polynomials are Chebyshev fits to functions in the comment beside them.
+
+INLINE float power_of_two(i32 n) { return float_of((u32)(n + 127) << 23); }
+
+// exp(r) - 1 for |r| <= log(2) / 2; (exp(r) - 1 - r) / r^2
+INLINE float expm1_near_zero(float r) {
+  float p = 1.989198131e-4f;
+  p = fma_(p, r, 1.393454193e-3f);
+  p = fma_(p, r, 8.333310024e-3f);
+  p = fma_(p, r, 4.166645681e-2f);
+  p = fma_(p, r, 1.666666668e-1f);
+  p = fma_(p, r, 5.000000014e-1f);
+  return fma_(p, r * r, r);
+}
+
+// the nearest whole number to a number below 2^22, as a float and as an integer
+INLINE float nearest(float x, i32& n) {
+  float shifted = x + 12582912.0f;
+  n = (i32)(bits_of(shifted) - 0x4b400000u);
+  return shifted - 12582912.0f;
+}
+
+INLINE float times_power_of_two(float x, i32 n) {  // in two steps: the last one rounds what is denormal
+  i32 half = n >> 1;
+  return x * power_of_two(half) * power_of_two(n - half);
+}
+
+INLINE float exp_(float x) {
+  float c = x > 89.0f ? 89.0f : x;
+  c = c < -104.0f ? -104.0f : c;
+  i32 n;
+  float k = nearest(c * 1.44269504f, n);
+  float r = fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, c));
+  float y = times_power_of_two(expm1_near_zero(r) + 1.0f, n < -150 ? -150 : n > 129 ? 129 : n);
+  return x != x ? x : y;
+}
+INLINE float exp2_(float x) {
+  float c = x > 129.0f ? 129.0f : x;
+  c = c < -151.0f ? -151.0f : c;
+  i32 n;
+  float k = nearest(c, n);
+  float y = times_power_of_two(expm1_near_zero((c - k) * 0.693147181f) + 1.0f, n < -151 ? -151 : n > 129 ? 129 : n);
+  return x != x ? x : y;
+}
+INLINE float expm1_(float x) {
+  float c = x > 44.0f ? 44.0f : x;
+  c = c < -44.0f ? -44.0f : c;
+  i32 n;
+  float k = nearest(c * 1.44269504f, n);
+  float r = fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, c));
+  float t = power_of_two(n < -64 ? -64 : n > 64 ? 64 : n);
+  float y = fma_(t, expm1_near_zero(r), t - 1.0f);
+  y = x > 44.0f ? exp_(x) : y;
+  return x != x || x == 0.0f ? x : y;
+}
+
+// x = 2^e * (1 + f) with 1 + f between sqrt(1/2) and sqrt(2); log(1 + f) in two parts: f, and the rest of it
+struct Logarithm { float e, f, rest; };
+INLINE Logarithm logarithm(float x) {
+  bool tiny = x < 0x1p-126f;
+  u32 b = bits_of(tiny ? x * 0x1p25f : x) - 0x3f3504f3u;
+  float f = float_of((b & 0x7fffff) + 0x3f3504f3u) - 1.0f;
+  float e = (float)((i32)b >> 23) - (tiny ? 25.0f : 0.0f);
+  float p = 6.971611471e-2f;  // (log(1 + f) - f + f^2 / 2) / f^3
+  p = fma_(p, f, -1.147973385e-1f);
+  p = fma_(p, f, 1.168541992e-1f);
+  p = fma_(p, f, -1.242568733e-1f);
+  p = fma_(p, f, 1.424905765e-1f);
+  p = fma_(p, f, -1.666780232e-1f);
+  p = fma_(p, f, 2.000071575e-1f);
+  p = fma_(p, f, -2.499999696e-1f);
+  p = fma_(p, f, 3.333333118e-1f);
+  return {e, f, f * f * fma_(p, f, -0.5f)};
+}
+INLINE float log_outside(float x, float y) {  // where the argument is not a positive finite number
+  y = x == INF_F ? x : y;
+  y = x == 0.0f ? -INF_F : y;
+  return x != x || x < 0.0f ? NAN_F : y;
+}
+INLINE float log_(float x) {
+  Logarithm l = logarithm(x);
+  return log_outside(x, fma_(l.e, 0.693145752f, l.f + fma_(l.e, 1.42860677e-6f, l.rest)));
+}
+INLINE float log2_(float x) {
+  Logarithm l = logarithm(x);
+  float low = fma_(l.rest, 1.44269504f, l.f * 1.92596303e-8f);
+  return log_outside(x, l.e + fma_(l.f, 1.44269502f, low));
+}
+INLINE float log1p_(float x) {
+  float u = 1.0f + x, d = u - 1.0f;
+  float y = d == 0.0f ? x : log_(u) * (x / d);
+  return x == INF_F ? x : y;
+}
+
+INLINE float tanh_(float x) {
+  float a = __builtin_fabsf(x), c = a > 10.0f ? 10.0f : a;
+  float t = expm1_(2.0f * c);
+  float y = __builtin_copysignf(t / (t + 2.0f), x);
+  return x != x ? x : y;
+}
+INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+
+INLINE float erf_(float x) {
+  float t = __builtin_fabsf(x), s = x * x;
+  float p = 7.875875063e-5f;  // erf(x) / x - 1, in x^2
+  p = fma_(p, s, -8.016864287e-4f);
+  p = fma_(p, s, 5.189087423e-3f);
+  p = fma_(p, s, -2.685421201e-2f);
+  p = fma_(p, s, 1.128359472e-1f);
+  p = fma_(p, s, -3.761262667e-1f);
+  p = fma_(p, s, 1.283791658e-1f);
+  float near = fma_(p, x, x);
+  float c = t > 4.1f ? 4.1f : t;
+  float q = 1.594001235e-6f;  // log(erfc(t)) for 0.99 <= t <= 4.1
+  q = fma_(q, c, -4.522831461e-5f);
+  q = fma_(q, c, 5.900143628e-4f);
+  q = fma_(q, c, -4.728751551e-3f);
+  q = fma_(q, c, 2.633626568e-2f);
+  q = fma_(q, c, -1.099354459e-1f);
+  q = fma_(q, c, -6.319749594e-1f);
+  q = fma_(q, c, -1.13014882e+0f);
+  q = fma_(q, c, 2.998213212e-4f);
+  float far = __builtin_copysignf(1.0f - exp_(q), x);
+  return t < 1.0f ? near : x != x ? x : far;
+}
+
+INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
+INLINE float sin_(float x) { return __builtin_sinf(x); }
+INLINE float cos_(float x) { return __builtin_cosf(x); }
+INLINE float atan2_(float x, float y) { return __builtin_atan2f(x, y); }
+INLINE float pow_(float x, float y) { return __builtin_powf(x, y); }
+INLINE float fmod_(float x, float y) { return __builtin_fmodf(x, y); }
+INLINE float floor_(float x) { return __builtin_floorf(x); }
+INLINE float ceil_(float x) { return __builtin_ceilf(x); }
+INLINE float trunc_(float x) { return __builtin_truncf(x); }
+INLINE float round_(float x) { return __builtin_nearbyintf(x); }
+INLINE float copysign_(float x, float y) { return __builtin_copysignf(x, y); }
+
+// ---- functions of f64: those of the C library -----------------------------------------------------------------------
+
+INLINE double exp_(double x) { return __builtin_exp(x); }
+INLINE double exp2_(double x) { return __builtin_exp2(x); }
+INLINE double expm1_(double x) { return __builtin_expm1(x); }
+INLINE double log_(double x) { return __builtin_log(x); }
+INLINE double log2_(double x) { return __builtin_log2(x); }
+INLINE double log1p_(double x) { return __builtin_log1p(x); }
+INLINE double tanh_(double x) { return __builtin_tanh(x); }
+INLINE double sigmoid_(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
+INLINE double erf_(double x) { return __builtin_erf(x); }
+INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
+INLINE double sin_(double x) { return __builtin_sin(x); }
+INLINE double cos_(double x) { return __builtin_cos(x); }
+INLINE double atan2_(double x, double y) { return __builtin_atan2(x, y); }
+INLINE double pow_(double x, double y) { return __builtin_pow(x, y); }
+INLINE double fmod_(double x, double y) { return __builtin_fmod(x, y); }
+INLINE double floor_(double x) { return __builtin_floor(x); }
+INLINE double ceil_(double x) { return __builtin_ceil(x); }
+INLINE double trunc_(double x) { return __builtin_trunc(x); }
+INLINE double round_(double x) { return __builtin_nearbyint(x); }
+INLINE double copysign_(double x, double y) { return __builtin_copysign(x, y); }
+
+// ---- functions of any number ----------------------------------------------------------------------------------------
+
+template <class T> INLINE T larger(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> INLINE T smaller(T a, T b) { return a < b || a != a ? a : b; }
+template <class T> INLINE T abs_(T x) { return x < 0 ? -x : x; }
+INLINE float abs_(float x) { return __builtin_fabsf(x); }
+INLINE double abs_(double x) { return __builtin_fabs(x); }
+INLINE u8 abs_(u8 x) { return x; }
+template <class T> INLINE T sign_(T x) { return (T)((T)(x > 0) - (T)(x < 0)); }
+template <class T> INLINE T relu_(T x) { return x < 0 ? (T)0 : x; }
+
+// division of integers: by 0 it gives 0, where torch raises or the processor would stop
+template <class T> INLINE T trunc_div(T a, T b) { return b == 0 ? 0 : b == (T)-1 && (T)-1 < 0 ? (T)-a : (T)(a / b); }
+template <class T> INLINE T fmod_any(T a, T b) { return b == 0 || (b == (T)-1 && (T)-1 < 0) ? 0 : (T)(a % b); }
+template <class T> INLINE T rem_any(T a, T b) {
+  T r = fmod_any(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? (T)(r + b) : r;
+}
+template <class T> INLINE T floor_div(T a, T b) {
+  T q = trunc_div(a, b), r = fmod_any(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? (T)(q - 1) : q;
+}
+template <class T> INLINE T float_rem(T a, T b) {
+  T r = fmod_(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+template <class T> INLINE T float_floor_div(T a, T b) {
+  T r = fmod_(a, b), q = (a - r) / b;
+  q = r != 0 && (r < 0) != (b < 0) ? q - 1 : q;
+  T f = floor_(q);
+  f = q - f > (T)0.5 ? f + 1 : f;
+  f = q != 0 ? f : copysign_((T)0, a / b);
+  return b == 0 ? a / b : f;
+}
+INLINE float fmod_any(float a, float b) { return fmod_(a, b); }
+INLINE double fmod_any(double a, double b) { return fmod_(a, b); }
+INLINE float rem_any(float a, float b) { return float_rem(a, b); }
+INLINE double rem_any(double a, double b) { return float_rem(a, b); }
+INLINE float floor_div(float a, float b) { return float_floor_div(a, b); }
+INLINE double floor_div(double a, double b) { return float_floor_div(a, b); }
+INLINE float trunc_div(float a, float b) { return trunc_(a / b); }
+INLINE double trunc_div(double a, double b) { return trunc_(a / b); }
+template <class T> INLINE T int_pow(T x, T n) {
+  if (n < 0) return x == 1 ? 1 : x == (T)-1 ? (n % 2 ? (T)-1 : 1) : 0;
+  T y = 1;
+  for (; n; n = (T)(n >> 1), x = (T)(x * x)) y = n & 1 ? (T)(y * x) : y;
+  return y;
+}
+
+// ---- reductions -----------------------------------------------------------------------------------------------------
+
+constexpr int LANES = 32;
+struct Sum { template <class T> INLINE T of(T a, T b) { return (T)(a + b); } };
+struct Prod { template <class T> INLINE T of(T a, T b) { return (T)(a * b); } };
+struct Max { template <class T> INLINE T of(T a, T b) { return larger(a, b); } };
+struct Min { template <class T> INLINE T of(T a, T b) { return smaller(a, b); } };
+struct Or { INLINE bool of(bool a, bool b) { return a | b; } };
+struct And { INLINE bool of(bool a, bool b) { return a & b; } };
+
+template <class T> INLINE void begin(T* lanes, T neutral) { for (int l = 0; l < LANES; ++l) lanes[l] = neutral; }
+template <class How, class T> INLINE T total(T* lanes) {  // in pairs
+  for (int w = LANES / 2; w; w /= 2)
+    for (int l = 0; l < w; ++l) lanes[l] = How::of(lanes[l], lanes[l + w]);
+  return lanes[0];
+}
+
+// ---- random numbers: Philox4x32-10, see dialects/step/philox.py ------------------------------------------------------
+
+INLINE float uniform(i64 seed, i64 step, i64 micro_batch, u32 block, u32 word, u32 stream, int digits) {
+  u32 a = block, b = stream, c = (u32)step, d = (u32)(micro_batch | step >> 32 << 16);
+  u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    u64 p = (u64)a * 0xD2511F53u, q = (u64)c * 0xCD9E8D57u;
+    a = (u32)(q >> 32) ^ b ^ k0;
+    c = (u32)(p >> 32) ^ d ^ k1;
+    b = (u32)q;
+    d = (u32)p;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  u32 w = word & 2 ? (word & 1 ? d : c) : (word & 1 ? b : a);
+  return (float)(i32)(w >> (32 - digits)) * (1.0f / (float)(1u << digits));
+}

@@ -1,0 +1,134 @@
+"""A chosen way to run a region as a kernel of the plan: how its results lie, and what they may be written over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..dialects.loop import Load, Store, outputs_of, space_of
+from ..dialects.step import torch_dtype
+from ..dialects.strides import is_dense, row_major, same_places
+from ..ir.core import Op, Value
+from ..ir.types import TensorType
+from .choose import Chosen
+from .kernels import KERNEL, Kernel, Ref, Spec, Step
+from .providers import Region
+
+
+def region_of(body: Op, kernel: Op | None, operands: Sequence[Spec], device: torch.device) -> Region:
+    """A region on operands that lie in a certain way."""
+    block = body.regions[0].block
+    assert block.last is not None
+    types = [v.type for v in block.last.operands]
+    layouts = result_layouts(kernel, operands, types)
+    results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
+    return Region(body, kernel, tuple(operands), results, device)
+
+
+def result_layouts(kernel: Op | None, operands: Sequence[Spec], types: Sequence[TensorType]) -> list[tuple[int, ...]]:
+    """Strides of the results: as the largest operand of the same shape lies, else in the order in which the largest
+    operand is walked."""
+    found = []
+    by_size = sorted(operands, key=lambda s: -s.bytes)
+    order = None if kernel is None else memory_order(kernel, operands)
+    stores = {} if kernel is None else {op.operands[1]: op for op in kernel.regions[0].block if op.definition is Store}
+    arguments = [] if kernel is None else outputs_of(kernel)
+    for number, type in enumerate(types):
+        alike = next((s for s in by_size if s.shape == type.shape and is_dense(s.shape, s.strides)), None)
+        if alike is not None:
+            found.append(alike.strides)
+        elif order is None or kernel is None:
+            found.append(row_major(type.shape))
+        else:
+            found.append(strides_in_order(stores[arguments[number]], type.shape, order))
+    return found
+
+
+def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
+    """The place of each iteration dimension when the largest operand is walked as it lies, the outermost first."""
+    arguments = kernel.regions[0].block.arguments
+    largest, spec = None, None
+    for argument, s in zip(arguments, operands, strict=False):
+        if is_dense(s.shape, s.strides) and (spec is None or s.bytes > spec.bytes):
+            largest, spec = argument, s
+    if largest is None or spec is None:
+        return None
+    load = next((op for op in kernel.regions[0].block if op.definition is Load and op.operands[0] is largest), None)
+    if load is None or load.attributes["dynamic"]:
+        return None
+    steps = address_steps(load, spec.strides, len(space_of(kernel)))
+    ranked = sorted(range(len(steps)), key=lambda d: (-abs(steps[d]), d) if steps[d] else (0, d))
+    return {d: i for i, d in enumerate(ranked)}
+
+
+def address_steps(op: Op, strides: Sequence[int], dims: int) -> list[int]:
+    """How far an access moves in memory with each iteration dimension."""
+    steps = [0] * dims
+    for row, stride in zip(op.attributes["map"], strides, strict=True):
+        for d, c in enumerate(row[:-1]):
+            steps[d] += c * stride
+    return steps
+
+
+def strides_in_order(store: Op, shape: Sequence[int], order: dict[int, int]) -> tuple[int, ...]:
+    """Dense strides whose dimensions are in the order of the iteration dimensions they are stored along."""
+    ranks = []
+    for dim, row in enumerate(store.attributes["map"]):
+        along = [d for d, c in enumerate(row[:-1]) if c]
+        ranks.append((max((order[d] for d in along), default=-1), dim))
+    strides, step = [0] * len(shape), 1
+    for _, dim in sorted(ranks, reverse=True):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec]) -> list[frozenset[int]]:
+    """Per result: operands whose memory it may take. Each point must read exactly the element that it writes."""
+    if kernel is None:
+        return [frozenset() for _ in results]
+    block = kernel.regions[0].block
+    sizes = space_of(kernel)
+    everything = {d for d, n in enumerate(sizes) if n > 1}
+    loads: dict[Value, list[Op]] = {}
+    for op in block:
+        if op.definition is Load:
+            loads.setdefault(op.operands[0], []).append(op)
+    stores = {op.operands[1]: op for op in block if op.definition is Store}
+    found = []
+    for argument, result in zip(outputs_of(kernel), results, strict=True):
+        store = stores[argument]
+        taken = set()
+        for number, spec in enumerate(operands):
+            if spec.shape != result.shape or spec.dtype != result.dtype:
+                continue
+            if not same_places(spec.shape, spec.strides, result.strides):
+                continue
+            read = loads.get(block.arguments[number], [])
+            walked = {d for row in store.attributes["map"] for d, c in enumerate(row[:-1]) if c}
+            if walked == everything and all(
+                op.attributes["map"] == store.attributes["map"] and not op.attributes["dynamic"] for op in read
+            ):
+                taken.add(number)
+        found.append(frozenset(taken))
+    return found
+
+
+def kernel_of(region: Region, chosen: Chosen | None) -> Kernel:
+    """The kernel that runs a region; without a choice one that only says what it needs."""
+    count = len(region.operands)
+    scratch = () if chosen is None else chosen.scratch
+    results = list(range(count, count + len(region.results)))
+    inner = list(range(count + len(results), count + len(results) + len(scratch)))
+    memory = dict(zip([*results, *inner], [*region.results, *scratch], strict=True))
+    run = unchosen if chosen is None or chosen.run is None else chosen.run
+    step = Step(KERNEL, run, tuple(Ref(i) for i in range(count)), {}, (*results, *inner))
+    kernel = Kernel(count, [step], memory, results, list(region.results))
+    kernel.over = overwritable(region.kernel, region.operands, region.results)
+    kernel.scratch = [(n, 0, 1) for n in inner]
+    return kernel
+
+
+def unchosen(*tensors: torch.Tensor) -> None:
+    raise RuntimeError("no provider was chosen for this region yet")

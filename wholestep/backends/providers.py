@@ -1,0 +1,279 @@
+"""Operator dialects: who can run a region. A provider says what it claims, what it expects that to cost, and builds it.
+
+`aten` runs anything, op by op; `triton` and `cpp` generate kernels from the loop form; `inductor` hands the body to
+PyTorch's own compiler. A provider of a user's is a subclass of `Provider` that was given to `register_provider`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from ..dialects.step import constant_value, torch_dtype
+from ..errors import InputError
+from ..ir.core import Op
+from ..ir.hashing import structural_hash
+from .aten import lower
+from .kernels import Spec
+
+#: what a built kernel is: it is called with the tensors of a region, its results and its scratch memory
+Launcher = Callable[..., Any]
+#: (done, total)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one kernel is to do: the ops as a function, their loop form where there is one, and how tensors lie."""
+
+    body: Op
+    kernel: Op | None
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    device: torch.device
+
+    @property
+    def ops(self) -> list[Op]:
+        """The ops of the body, in order."""
+        return [op for op in self.body.regions[0].block if not op.definition.terminator]
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        return (*self.operands, *self.results)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for regions that do the same on tensors that lie alike."""
+        text = [structural_hash(self.body.regions[0].block, ("phase",))]
+        text += [f"{s.shape}{s.strides}{s.dtype}" for s in self.specs]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:40]
+
+    @property
+    def bytes(self) -> int:
+        """What is read and written if every tensor is touched once."""
+        return sum(distinct_bytes(s) for s in self.specs)
+
+
+def distinct_bytes(spec: Spec) -> int:
+    """Bytes of a tensor's distinct elements."""
+    count = 1
+    for n, stride in zip(spec.shape, spec.strides, strict=True):
+        count *= n if stride else 1
+    return count * spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One way to run a region: a name that stays the same over runs, and the memory it needs beside its tensors."""
+
+    name: str
+    key: str
+    scratch: tuple[Spec, ...] = ()
+    made: Any = field(default=None, compare=False)
+
+
+class Provider(ABC):
+    """A kernel library, seen from outside."""
+
+    name: ClassVar[str]
+    #: kinds of devices it runs on
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def takes(self, op: Op) -> bool:
+        """Whether an op is to be a region of its own for this provider, instead of being fused with its neighbours."""
+        return False
+
+    @abstractmethod
+    def claims(self, region: Region) -> str:
+        """Empty where it can run the region, else why it cannot."""
+
+    def estimate(self, region: Region, bandwidth: float) -> float:
+        """Seconds that it expects to need: what must move, at this many bytes per second."""
+        return region.bytes / bandwidth
+
+    @abstractmethod
+    def offers(self, region: Region) -> list[Offer]:
+        """The ways it has to run a region, the best guess first."""
+
+    @abstractmethod
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        """What runs each offer, by its key. A way that cannot be built is an exception, which is not raised."""
+
+
+_PROVIDERS: dict[str, Provider] = {}
+
+
+def register_provider(cls: type[Provider]) -> type[Provider]:
+    """Class decorator: makes a provider known, from our files or from a user's."""
+    if not cls.name.isidentifier():
+        raise ValueError(f"{cls.name!r} is no name for a provider")
+    _PROVIDERS[cls.name] = cls()
+    return cls
+
+
+def forget_provider(name: str) -> None:
+    """Takes a registered provider out again."""
+    _PROVIDERS.pop(name, None)
+
+
+def known_providers() -> list[str]:
+    return list(_PROVIDERS)
+
+
+def providers_for(device: torch.device, names: Sequence[str] | None) -> list[Provider]:
+    """The providers that compete on a device; None for all but those that have to be asked for by name."""
+    for name in names or ():
+        if name not in _PROVIDERS:
+            raise InputError(f"there is no provider {name!r}; known: {', '.join(_PROVIDERS)}")
+    chosen = [n for n in _PROVIDERS if n not in ON_REQUEST] if names is None else list(names)
+    return [_PROVIDERS[n] for n in chosen if device.type in _PROVIDERS[n].devices]
+
+
+#: slow to build: it competes where it is named
+ON_REQUEST = ("inductor",)
+
+
+@register_provider
+class Aten(Provider):
+    """PyTorch's own kernels, one op after the other."""
+
+    name = "aten"
+
+    def claims(self, region: Region) -> str:
+        return ""
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer("aten", f"aten {region.key}", made=region)]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        return {o.key: copying(op_by_op(o.made), len(o.made.operands)) for o in offers}
+
+
+def op_by_op(region: Region) -> Callable[..., list[torch.Tensor]]:
+    """A function that runs the ops of a region through ATen."""
+    block = region.body.regions[0].block
+    calls = [lower(op, region.device) for op in region.ops]
+    assert block.last is not None
+    results = block.last.operands
+
+    def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+        values: dict[Any, Any] = dict(zip(block.arguments, operands, strict=True))
+        for call in calls:
+            made = call.run(*[values[v] for v in call.operands])
+            values.update(zip(call.results, made if isinstance(made, list | tuple) else (made,), strict=True))
+        return [values[v] for v in results]
+
+    return run
+
+
+def copying(function: Callable[..., list[torch.Tensor]], operands: int) -> Launcher:
+    """A function that makes its results as one that writes where it is told."""
+
+    def run(*tensors: torch.Tensor) -> None:
+        made = function(*tensors[:operands])
+        for out, value in zip(tensors[operands:], made, strict=False):
+            out.copy_(value)
+
+    return run
+
+
+class Generator(Provider):
+    """A provider that generates code from the loop form of a region, by a package with the interface of `cpp`."""
+
+    package: ClassVar[str]
+
+    @property
+    def code(self) -> Any:
+        return importlib.import_module(f"wholestep.backends.{self.package}")
+
+    def claims(self, region: Region) -> str:
+        if region.kernel is None:
+            return "it has no loop form"
+        return self.code.why_not(region.kernel, region.specs)
+
+    def offers(self, region: Region) -> list[Offer]:
+        found = self.code.candidates(region.kernel, region.specs)
+        return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        return self.code.build([o.made for o in offers], report)
+
+
+@register_provider
+class Triton(Generator):
+    """Kernels that we generate for NVIDIA GPUs."""
+
+    name, package, devices = "triton", "triton.generate", ("cuda",)
+
+    def claims(self, region: Region) -> str:
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        return super().claims(region)
+
+
+@register_provider
+class Cpp(Generator):
+    """Kernels that we generate for CPUs."""
+
+    name, package, devices = "cpp", "cpp", ("cpu",)
+
+
+@register_provider
+class Inductor(Provider):
+    """PyTorch's own compiler, region by region."""
+
+    name = "inductor"
+
+    def claims(self, region: Region) -> str:
+        if any(op.name in ("step.opaque", "step.random") for op in region.ops):
+            return "it does not know every op of the region"
+        return ""
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer("inductor", f"inductor {region.key}", made=region)]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found: dict[str, Launcher | Exception] = {}
+        for done, offer in enumerate(offers):
+            try:
+                found[offer.key] = self.compiled(offer.made)
+            except Exception as error:  # another compiler: whatever it says is a reason not to take it
+                found[offer.key] = error
+            if report is not None:
+                report(done + 1, len(offers))
+        return found
+
+    def compiled(self, region: Region) -> Launcher:
+        run = torch.compile(copying(op_by_op(region), len(region.operands)), dynamic=False, fullgraph=True)
+        return torch.no_grad()(run)
+
+
+def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
+    """Operands to try a region with. Numbers that are looked up by are 0 or 1, which every table has."""
+    generator = torch.Generator(device=region.device).manual_seed(1)
+    found = []
+    for spec in region.operands:
+        span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True)) if 0 not in spec.shape else 0
+        flat = torch.empty(span, dtype=spec.dtype, device=region.device)
+        if spec.dtype.is_floating_point:
+            flat.uniform_(0.05, 1.05, generator=generator) if positive else flat.normal_(generator=generator)
+        else:
+            flat.copy_(torch.randint(0, 2, (span,), generator=generator, device=region.device))
+        found.append(flat.as_strided(spec.shape, spec.strides))
+    return found
+
+
+def spec_of_type(type: Any, strides: tuple[int, ...]) -> Spec:
+    return Spec(type.shape, strides, torch_dtype(type.element))
+
+
+def is_constant(value: Any) -> bool:
+    return constant_value(value) is not None

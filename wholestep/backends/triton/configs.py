@@ -1,0 +1,104 @@
+"""Which configurations of a family are worth timing: the best guess first, from sizes, strides and the number of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .families import LONGEST_HELD, PROCESSORS, Blocks, Config, Family, Rows, Sums, Tiles, power_of_two
+from .walk import fast_dim
+
+
+def configs(family: Family) -> list[Config]:
+    made = {"pointwise": pointwise, "rows": rows, "sums": sums}[family.kind](family)
+    return list(dict.fromkeys(made))[:6]
+
+
+def between(low: int, n: int, high: int) -> int:
+    return max(low, min(n, high))
+
+
+def pointwise(family: Family) -> list[Config]:
+    count = family.length
+    most = max(power_of_two(count), 1)
+    flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((1024, 4), (2048, 4), (512, 4), (4096, 8), (512, 2))]
+    both = family.fast_dims()
+    if both is None:
+        return flat[:4]
+    across, along = both
+    tall, wide = power_of_two(across.size), power_of_two(along.size)
+    tiles: list[Config] = []
+    for high, broad, warps in ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (128, 64, 8)):
+        # a side that is short leaves its room to the other
+        h, b = min(high, tall), min(broad, wide)
+        h, b = min(tall, high * (broad // b)), min(wide, broad * (high // h))
+        tiles.append(Tiles(h, b, warps))
+    return [*tiles, flat[0]]
+
+
+def walked_along_row(family: Family) -> bool:
+    """Whether the largest tensor's fastest dimension lies in the row."""
+    for access in family.walk.heavy():
+        dim = fast_dim(access, [*family.inside, *family.outside])
+        if dim is not None:
+            return dim in family.inside
+    return True
+
+
+#: elements a program holds, and its warps
+HELD = ((1024, 4), (2048, 4), (1024, 2), (4096, 8), (4096, 4), (2048, 8), (4096, 16), (8192, 16), (8192, 8), (8192, 32),
+        (16384, 32), (16384, 16))  # fmt: skip
+
+
+def rows(family: Family) -> list[Config]:
+    length, count = family.length, family.count
+    block, most = power_of_two(length), power_of_two(count)
+    made: list[Config] = []
+    if not walked_along_row(family):  # neighbouring rows are neighbours in memory
+        for n in (64, 32, 128):
+            n = min(n, most)
+            if n * block <= LONGEST_HELD:
+                made.append(Rows(n, block, between(4, n * block // 512, 32)))
+        made += [Rows(min(64, most), min(width, block), warps, looped=True) for width, warps in ((32, 4), (64, 8))]
+    else:
+        fitting = [(e, w) for e, w in HELD if block <= e <= max(block, 4096)] if block > 16 else [(1024, 4), (512, 4)]
+        made += [Rows(between(1, e // block, most), block, w) for e, w in fitting if block <= LONGEST_HELD]
+        if block > 4096:
+            made += [Rows(1, w, n, looped=True) for w, n in ((4096, 16), (8192, 32), (8192, 16), (2048, 8), (4096, 8))]
+    if family.across:
+        made = [r for c in made if isinstance(c, Rows) for r in shared(family, c)]
+    return made
+
+
+def shared(family: Family, config: Rows) -> list[Config]:
+    """How many programs share all rows: as many as are there at once, or half of them."""
+    sums = any(family.kept(op) for op in family.across)
+    if sums and (config.looped or config.rows * config.block > 1024 * config.warps):
+        return []
+    at_once = between(1, 32 // config.warps, 8) * PROCESSORS
+    return [replace(config, programs=n) for n in ((at_once, at_once // 2) if sums else (at_once,))]
+
+
+def sums(family: Family) -> list[Config]:
+    kept, reduced = family.length, family.count
+    made: list[Config] = []
+    if walked_along_row(family) and kept > 1:
+        shapes = [(w, 2048 // w, 4) for w in (64, 128, 32)] + [(128, 32, 8), (256, 8, 4)]
+        wide = power_of_two(kept)
+        for width, high, warps in shapes:
+            k = min(width, wide)
+            made += split(family, min(high * (width // k), power_of_two(reduced)), k, warps)
+    else:
+        for size, warps in ((2048, 4), (4096, 8), (1024, 4), (8192, 16)):
+            n = min(size, power_of_two(reduced))
+            made += split(family, n, between(1, size // n, power_of_two(kept)), warps)
+    return made
+
+
+def split(family: Family, n: int, k: int, warps: int) -> list[Config]:
+    """As many programs per sum as fill the GPU a few times, while each still has something to add up."""
+    blocks = -(-family.length // k)
+    steps = -(-family.count // n)
+    if not blocks or blocks >= 4 * PROCESSORS:
+        return [Sums(n, k, 1, warps)]
+    programs = between(1, -(-4 * PROCESSORS // blocks), -(-steps // 2))
+    return [Sums(n, k, programs, warps)]

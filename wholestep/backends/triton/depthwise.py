@@ -1,0 +1,637 @@
+"""Depthwise convolutions of our own for NVIDIA GPUs, channels-last: forward, input gradient, weight gradient.
+
+A thread owns a few neighbouring channels of a strip of columns and walks down the image. It reads each row once and
+keeps the rows that are still open, and the weights, in registers. Shapes are constants, so only edges pay for edges.
+"""
+
+# mypy: disable-error-code="assignment"
+# (kernels grow tuples of registers; to mypy each is another type)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...errors import InputError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ACTIVATIONS = ("none", "relu", "silu")
+#: threads that keep a large GPU busy; `configs` shortens the walks until there are so many
+BUSY = 200_000
+#: the kernels index within one image, and number their threads, with 32 bits
+LARGEST = 2**31
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut: what one thread holds (`columns` x `vector` channels) and how far it walks (`rows`)."""
+
+    columns: int
+    rows: int
+    vector: int = 2
+    warps: int = 4
+    #: images that one thread of the weight gradient walks through
+    images: int = 1
+    #: read the next row before computing with this one
+    prefetch: bool = True
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+# Names in capitals are constants of the compiled kernel. Row t of a walk is the row of the smaller image (the output of
+# the convolution); the larger image has STRIDE_H rows for each. `first` is the column where a lane's strip begins.
+
+
+@triton.constexpr_function
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+@triton.constexpr_function
+def padding_only(column, strips, width):
+    """The image is a single strip and this column of it lies outside: nothing to read, nothing to multiply."""
+    return strips == 1 and not 0 <= column < width
+
+
+@triton.constexpr_function
+def meets(distance, stride, strips, width):
+    """A tap at this distance from a column has a pixel of the strided image under it, and not only padding."""
+    return distance % stride == 0 and (strips > 1 or 0 <= distance // stride < width)
+
+
+@triton.jit
+def place(COUNT, STRIPS: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """For each lane: is there work for it, which item of COUNT, which strip, which channels. Spare lanes repeat the
+    last one's reads."""
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    total = COUNT * STRIPS * (C // VECTOR)
+    active = (lane < total)[:, None]
+    lane = tl.minimum(lane, total - 1)
+    channel = (lane % (C // VECTOR))[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    strip = (lane // (C // VECTOR))[:, None]
+    return active, strip // STRIPS, strip % STRIPS, channel
+
+
+@triton.jit
+def inside(there, first, j: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
+    """`there`, and column `first + j` is in the image: asked only if the FIRST or the LAST strip has it outside."""
+    if FIRST + j < 0:
+        there = there & (first + j >= 0)
+    if LAST + j >= WIDTH:
+        there = there & (first + j < WIDTH)
+    return there
+
+
+@triton.jit
+def read_row(base, there, first, COUNT: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, STRIPS: tl.constexpr,
+             WIDTH: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """COUNT neighbouring pixels of a row, zeros where there are none."""
+    LAST: tl.constexpr = FIRST + (STRIPS - 1) * STEP
+    values = ()
+    for j in tl.static_range(COUNT):
+        if padding_only(FIRST + j, STRIPS, WIDTH):
+            values = values + (tl.zeros(base.shape, base.dtype.element_ty),)
+        else:
+            mask = inside(there, first, j, FIRST, LAST, WIDTH)
+            values = values + (tl.load(base + j * C, mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def read_rows(base, t, there, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr, COUNT: tl.constexpr,
+              FIRST: tl.constexpr, STEP: tl.constexpr, STRIPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+              C: tl.constexpr):  # fmt: skip
+    """The STRIDE_H rows of the larger image that belong to row t of the smaller one."""
+    values = ()
+    for a in tl.static_range(STRIDE_H):
+        row = t * STRIDE_H + a - PAD_H
+        mask = there & (row >= 0) & (row < HEIGHT)
+        values = values + read_row(base + row * (WIDTH * C), mask, first, COUNT, FIRST, STEP, STRIPS, WIDTH, C)
+    return values
+
+
+@triton.jit
+def widen(values, COUNT: tl.constexpr):
+    """To f32."""
+    wide = ()
+    for j in tl.static_range(COUNT):
+        wide = wide + (values[j].to(tl.float32),)
+    return wide
+
+
+@triton.jit
+def prepare(values, scale, shift, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr, COUNT: tl.constexpr,
+            FIRST: tl.constexpr, STEP: tl.constexpr, STRIPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+            SCALED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    """To f32, and activation(value * scale + shift) where the pixel is in the image: padding stays zero."""
+    LAST: tl.constexpr = FIRST + (STRIPS - 1) * STEP
+    if not SCALED and ACTIVATION == "none":
+        return widen(values, STRIDE_H * COUNT)
+    wide = ()
+    for a in tl.static_range(STRIDE_H):
+        row = t * STRIDE_H + a - PAD_H
+        there = (row >= 0) & (row < HEIGHT)
+        for j in tl.static_range(COUNT):
+            value = values[a * COUNT + j].to(tl.float32)
+            if not padding_only(FIRST + j, STRIPS, WIDTH):
+                if SCALED:
+                    value = value * scale + shift
+                if ACTIVATION == "relu":  # as torch does it: a NaN stays one
+                    value = tl.where(value < 0.0, 0.0, value)
+                if ACTIVATION == "silu":
+                    value = value * tl.sigmoid(value)
+                value = tl.where(inside(there, first, j, FIRST, LAST, WIDTH), value, 0.0)
+            wide = wide + (value,)
+    return wide
+
+
+@triton.jit
+def read_weights(w, channel, TAPS: tl.constexpr):
+    values = ()
+    for tap in tl.static_range(TAPS):
+        values = values + (tl.load(w + channel * TAPS + tap).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (tl.zeros((LANES, VECTOR), tl.float32),)
+    return values
+
+
+@triton.jit(do_not_specialize=["N"])
+def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+                   OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+                   PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+                   LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, SCALED: tl.constexpr,
+                   ACTIVATION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """Row t of the walk adds to outputs t, t - 1, ... t - OPEN + 1; the last of them is then complete."""
+    STRIPS: tl.constexpr = ceil_div(OW, COLUMNS)
+    OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
+    COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE_W + KW
+    STEP: tl.constexpr = COLUMNS * STRIDE_W
+    active, n, strip, channel = place(N, STRIPS, C, LANES, VECTOR)
+    first = strip * STEP - PAD_W
+    image = x + n.to(tl.int64) * (H * W * C) + (first * C + channel)
+    result = y + n.to(tl.int64) * (OH * OW * C) + (strip * (COLUMNS * C) + channel)
+    begin = tl.program_id(1) * ROWS
+    end = tl.minimum(begin + ROWS, OH)
+    weights = read_weights(w, channel, KH * KW)
+    scales = 1.0
+    shifts = 0.0
+    if SCALED:
+        scales = tl.load(scale + channel)
+        shifts = tl.load(shift + channel)
+    total = tl.zeros((LANES, VECTOR), tl.float32)
+    squares = tl.zeros((LANES, VECTOR), tl.float32)
+    opened = zeros((OPEN - 1) * COLUMNS, LANES, VECTOR)
+    if PREFETCH:
+        ahead = read_rows(image, begin, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+    for step in range(ROWS + OPEN - 1):
+        t = begin + step
+        if PREFETCH:
+            rows = ahead
+            more = t + 1 < end + OPEN - 1
+            ahead = read_rows(image, t + 1, more, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+        else:
+            rows = read_rows(image, t, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+        values = prepare(rows, scales, shifts, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, SCALED,
+                         ACTIVATION)  # fmt: skip
+        o = t - (OPEN - 1)
+        still = ()
+        for q in tl.static_range(OPEN):
+            for u in tl.static_range(COLUMNS):
+                if q == 0:
+                    value = tl.zeros((LANES, VECTOR), tl.float32)
+                else:
+                    value = opened[(q - 1) * COLUMNS + u]
+                for a in tl.static_range(STRIDE_H):
+                    if q * STRIDE_H + a < KH:
+                        for j in tl.static_range(KW):
+                            if not padding_only(u * STRIDE_W + j - PAD_W, STRIPS, W):
+                                pixel = values[a * COUNT + u * STRIDE_W + j]
+                                value += pixel * weights[(q * STRIDE_H + a) * KW + j]
+                if q < OPEN - 1:
+                    still = still + (value,)
+                elif not padding_only(u, STRIPS, OW):
+                    mask = inside(active & (o >= begin) & (o < end), strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, OW)
+                    narrow = value.to(y.dtype.element_ty)
+                    tl.store(result + (o * (OW * C) + u * C), narrow, mask=mask)
+                    if SUMS:
+                        kept = tl.where(mask, narrow.to(tl.float32), 0.0)
+                        total += kept
+                        squares += kept * kept
+        opened = still
+    if SUMS:
+        part = (n * STRIPS + strip) * tl.num_programs(1) + tl.program_id(1)
+        at = sums + part.to(tl.int64) * (2 * C) + channel
+        tl.store(at, total, mask=active)
+        tl.store(at + C, squares, mask=active)
+
+
+@triton.jit(do_not_specialize=["N"])
+def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+                      OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
+                      STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
+                      ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+                      PREFETCH: tl.constexpr):  # fmt: skip
+    """Row t of dy adds to rows t * STRIDE_H - PAD_H + i of dx, i < KH; the first STRIDE_H of them are then complete.
+    COLUMNS is a multiple of STRIDE_W, so which taps meet a column of the strip is known at compile time."""
+    STRIPS: tl.constexpr = ceil_div(W, COLUMNS)
+    OPEN: tl.constexpr = KH if KH > STRIDE_H else STRIDE_H
+    REACH: tl.constexpr = ceil_div(KH, STRIDE_H)
+    STEP: tl.constexpr = COLUMNS // STRIDE_W
+    FIRST: tl.constexpr = -((KW - 1 - PAD_W) // STRIDE_W)
+    COUNT: tl.constexpr = (COLUMNS - 1 + PAD_W) // STRIDE_W - FIRST + 1
+    active, n, strip, channel = place(N, STRIPS, C, LANES, VECTOR)
+    first = strip * STEP + FIRST
+    image = dy + n.to(tl.int64) * (OH * OW * C) + (first * C + channel)
+    result = dx + n.to(tl.int64) * (H * W * C) + (strip * (COLUMNS * C) + channel)
+    begin = tl.program_id(1) * ROWS
+    end = tl.minimum(begin + ROWS, H)
+    weights = read_weights(w, channel, KH * KW)
+    start = (begin + PAD_H) // STRIDE_H - (REACH - 1)
+    stop = (end - 1 + PAD_H) // STRIDE_H + 1
+    # rows of dy that any walk needs: one more where walks begin at odd places
+    STEPS: tl.constexpr = (ROWS - 1 + (PAD_H if ROWS % STRIDE_H == 0 else 1) % STRIDE_H) // STRIDE_H + REACH
+    opened = zeros((OPEN - STRIDE_H) * COLUMNS, LANES, VECTOR)
+    if PREFETCH:
+        ahead = read_rows(image, start, True, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
+    for step in range(STEPS):
+        t = start + step
+        if PREFETCH:
+            row = ahead
+            ahead = read_rows(image, t + 1, t + 1 < stop, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
+        else:
+            row = read_rows(image, t, True, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
+        values = widen(row, COUNT)
+        still = ()
+        for i in tl.static_range(OPEN):
+            r = t * STRIDE_H - PAD_H + i
+            for u in tl.static_range(COLUMNS):
+                if i < OPEN - STRIDE_H:
+                    value = opened[i * COLUMNS + u]
+                else:
+                    value = tl.zeros((LANES, VECTOR), tl.float32)
+                if i < KH:
+                    for j in tl.static_range(KW):
+                        if meets(u + PAD_W - j, STRIDE_W, STRIPS, OW):
+                            value += values[(u + PAD_W - j) // STRIDE_W - FIRST] * weights[i * KW + j]
+                if i >= STRIDE_H:
+                    still = still + (value,)
+                elif not padding_only(u, STRIPS, W):
+                    there = active & (r >= begin) & (r < end)
+                    mask = inside(there, strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, W)
+                    tl.store(result + (r * (W * C) + u * C), value.to(dx.dtype.element_ty), mask=mask)
+        opened = still
+
+
+@triton.jit(do_not_specialize=["N"])
+def weight_grad_kernel(x, dy, scale, shift, partials, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+                       OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
+                       STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
+                       ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr,
+                       IMAGES: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    """Row t of the walk meets rows t, t - 1, ... t - OPEN + 1 of dy, which stay in registers. Each lane writes the sums
+    of its own walk as one row of `partials`."""
+    STRIPS: tl.constexpr = ceil_div(OW, COLUMNS)
+    OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
+    COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE_W + KW
+    STEP: tl.constexpr = COLUMNS * STRIDE_W
+    active, group, strip, channel = place(tl.cdiv(N, IMAGES), STRIPS, C, LANES, VECTOR)
+    first = strip * STEP - PAD_W
+    left = strip * COLUMNS
+    begin = tl.program_id(1) * ROWS
+    end = tl.minimum(begin + ROWS, OH)
+    scales = 1.0
+    shifts = 0.0
+    if SCALED:
+        scales = tl.load(scale + channel)
+        shifts = tl.load(shift + channel)
+    products = zeros(KH * KW, LANES, VECTOR)
+    for m in range(IMAGES):
+        n = group * IMAGES + m
+        here = n < N
+        image = x + n.to(tl.int64) * (H * W * C) + (first * C + channel)
+        grad = dy + n.to(tl.int64) * (OH * OW * C) + (left * C + channel)
+        window = zeros((OPEN - 1) * COLUMNS, LANES, VECTOR)
+        if PREFETCH:
+            ahead = read_rows(image, begin, here, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+            ahead_dy = read_row(grad + begin * (OW * C), here, left, COLUMNS, 0, COLUMNS, STRIPS, OW, C)
+        for step in range(ROWS + OPEN - 1):
+            t = begin + step
+            if PREFETCH:
+                rows = ahead
+                row_dy = ahead_dy
+                more = here & (t + 1 < end + OPEN - 1)
+                ahead = read_rows(image, t + 1, more, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+                ahead_dy = read_row(grad + (t + 1) * (OW * C), here & (t + 1 < end), left, COLUMNS, 0, COLUMNS, STRIPS,
+                                    OW, C)  # fmt: skip
+            else:
+                rows = read_rows(image, t, here, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
+                row_dy = read_row(grad + t * (OW * C), here & (t < end), left, COLUMNS, 0, COLUMNS, STRIPS, OW, C)
+            values = prepare(rows, scales, shifts, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, SCALED,
+                             ACTIVATION)  # fmt: skip
+            window = widen(row_dy, COLUMNS) + window
+            more_products = ()
+            for i in tl.static_range(KH):
+                for j in tl.static_range(KW):
+                    value = products[i * KW + j]
+                    for u in tl.static_range(COLUMNS):
+                        if not (padding_only(u, STRIPS, OW) or padding_only(u * STRIDE_W + j - PAD_W, STRIPS, W)):
+                            pixel = values[(i % STRIDE_H) * COUNT + u * STRIDE_W + j]
+                            value += pixel * window[(i // STRIDE_H) * COLUMNS + u]
+                    more_products = more_products + (value,)
+            products = more_products
+            still = ()
+            for u in tl.static_range((OPEN - 1) * COLUMNS):
+                still = still + (window[u],)
+            window = still
+    part = (group * STRIPS + strip) * tl.num_programs(1) + tl.program_id(1)
+    at = partials + part.to(tl.int64) * (KH * KW * C) + channel
+    for tap in tl.static_range(KH * KW):
+        tl.store(at + tap * C, products[tap], mask=active)
+
+
+@triton.jit
+def finish_kernel(partials, out, PARTS: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
+    """out[c, tap] = the sum over `partials[:, tap, c]`, always in the same order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (column < TAPS * C)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, PARTS, ROWS):
+        row = (begin + tl.arange(0, ROWS))[:, None]
+        at = partials + row.to(tl.int64) * (TAPS * C) + column[None, :]
+        total += tl.load(at, mask=there & (row < PARTS), other=0.0)
+    value = tl.sum(total, axis=0)
+    tl.store(out + (column % C) * TAPS + column // C, value.to(out.dtype.element_ty), mask=column < TAPS * C)
+
+
+# --------------------------------------------------------------------------------------------------------- launching
+
+
+def pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """One number for both dimensions, or one for each."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return height, width
+
+
+def output_size(height: int, width: int, kernel: Sequence[int], stride: Any, padding: Any) -> tuple[int, int]:
+    (kh, kw), (sh, sw), (ph, pw) = pair(kernel), pair(stride), pair(padding)
+    return (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
+
+
+def why_not(
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> str:
+    """Why these kernels cannot do a convolution of an input of this shape (N, C, H, W); "" if they can."""
+    if len(shape) != 4 or len(weight_shape) != 4:
+        return f"the input has {len(shape)} dimensions and the weight {len(weight_shape)}; 4 and 4 are needed"
+    n, c, height, width = shape
+    kernel, strides, pads = pair(weight_shape[2:]), pair(stride), pair(padding)
+    if dtype not in DTYPES:
+        return f"{dtype} is not one of {', '.join(str(d) for d in DTYPES)}"
+    if groups != c or tuple(weight_shape[:2]) != (c, 1):
+        return f"not depthwise: {c} channels in, {weight_shape[0]} out, {groups} groups"
+    if pair(dilation) != (1, 1):
+        return f"dilation {dilation} (only 1)"
+    if not all(1 <= k <= 7 for k in kernel):
+        return f"kernel {kernel[0]}x{kernel[1]} (only up to 7x7)"
+    if not all(s in (1, 2) for s in strides):
+        return f"stride {stride} (only 1 or 2)"
+    if not all(0 <= p < k for p, k in zip(pads, kernel, strict=True)):
+        return f"padding {padding} is not smaller than the kernel {kernel[0]}x{kernel[1]}"
+    oh, ow = output_size(height, width, kernel, strides, pads)
+    if min(n, c, height, width, oh, ow) < 1:
+        return f"nothing to compute: input {tuple(shape)}, output {(n, c, oh, ow)}"
+    # a walk may point one padded row past the image
+    if max(height + 2 * pads[0] + 2, oh + 7) * max(width + 2 * pads[1] + 16, ow + 16) * c >= LARGEST:
+        return f"one image of {tuple(shape[1:])} has too many elements for 32-bit indices"
+    if n * c * max(width, ow) >= LARGEST:
+        return f"{tuple(shape)} has too many columns for 32-bit indices"
+    return ""
+
+
+def strips_of(width: int, columns: int) -> int:
+    return -(-width // columns)
+
+
+def launch(
+    kernel: Any, strips: int, items: int, height: int, c: int, config: Config, *args: Any, **constants: Any
+) -> None:
+    """One thread for each strip of each item (an image or several) and `vector` channels."""
+    lanes = 32 * config.warps
+    grid = (-(-items * strips * (c // config.vector) // lanes), -(-height // config.rows))
+    kernel[grid](
+        *args,
+        **constants,
+        COLUMNS=config.columns,
+        ROWS=config.rows,
+        LANES=lanes,
+        VECTOR=config.vector,
+        PREFETCH=config.prefetch,
+        num_warps=config.warps,
+        num_stages=1,
+    )
+
+
+def geometry(
+    image: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, stride: Any, padding: Any, config: Config
+) -> dict[str, int]:
+    """The constants of all three kernels, once everything about the tensors is as the kernels assume."""
+    n, c, height, width = image.shape
+    reason = why_not(image.shape, weight.shape, stride, padding, 1, weight.shape[0], image.dtype)
+    (kh, kw), (sh, sw), (ph, pw) = pair(weight.shape[2:]), pair(stride), pair(padding)
+    if not reason:
+        expected = (n, c, *output_size(height, width, (kh, kw), stride, padding))
+        if tuple(output.shape) != expected:
+            reason = f"the output has shape {tuple(output.shape)}, not {expected}"
+        elif not all(t.is_contiguous(memory_format=torch.channels_last) for t in (image, output)):
+            reason = "input and output must be channels-last (torch.channels_last), dense"
+        elif not weight.is_contiguous():
+            reason = "the weight must be contiguous"
+        elif output.dtype != image.dtype:
+            reason = f"the output is {output.dtype}, the input {image.dtype}"
+        elif c % config.vector:
+            reason = f"{c} channels are not a multiple of the configuration's vector, {config.vector}"
+    if reason:
+        raise InputError(f"depthwise convolution: {reason}; use the aten provider for this layer")
+    return dict(
+        C=c, H=height, W=width, OH=output.shape[2], OW=output.shape[3], KH=kh, KW=kw, STRIDE_H=sh, STRIDE_W=sw,
+        PAD_H=ph, PAD_W=pw,
+    )  # fmt: skip
+
+
+def prologue(scale: torch.Tensor | None, shift: torch.Tensor | None, activation: str, c: int) -> dict[str, Any]:
+    """The constants that say what happens to x as it is read."""
+    if activation not in ACTIVATIONS:
+        raise InputError(f"depthwise convolution: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if (scale is None) != (shift is None):
+        raise InputError("depthwise convolution: scale and shift come together; pass ones or zeros for the other")
+    for tensor in (scale, shift):
+        if tensor is not None and (tensor.shape != (c,) or tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+            raise InputError(f"depthwise convolution: scale and shift must be float32 of shape ({c},), contiguous")
+    return {"SCALED": scale is not None, "ACTIVATION": activation}
+
+
+def expect(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise InputError(
+            f"depthwise convolution: {name} must be float32 of shape {shape}, contiguous; "
+            f"it is {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+
+
+def forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    config: Config,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    activation: str = "none",
+    sums: torch.Tensor | None = None,
+) -> None:
+    """y = the convolution of activation(x * scale + shift), or of x. With `sums` (of `sums_shape`), also the sum of y
+    and of its square for each channel, in parts: `finish` adds them up."""
+    constants = geometry(x, w, y, stride, padding, config)
+    strips = strips_of(y.shape[3], config.columns)
+    if sums is not None:
+        expect(sums, sums_shape(y.shape, config), "sums")
+    constants |= prologue(scale, shift, activation, x.shape[1])
+    launch(
+        forward_kernel, strips, x.shape[0], y.shape[2], x.shape[1], config,
+        x, w, y, scale, shift, sums, x.shape[0], **constants, SUMS=sums is not None,
+    )  # fmt: skip
+
+
+def input_grad(
+    dy: torch.Tensor,
+    w: torch.Tensor,
+    dx: torch.Tensor,
+    *,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    config: Config,
+) -> None:
+    """dx = the gradient with respect to the input."""
+    constants = geometry(dx, w, dy, stride, padding, config)
+    if config.columns % pair(stride)[1]:
+        raise InputError(f"depthwise convolution: {config} needs columns that are a multiple of the stride {stride}")
+    strips = strips_of(dx.shape[3], config.columns)
+    launch(
+        input_grad_kernel, strips, dx.shape[0], dx.shape[2], dx.shape[1], config,
+        dy, w, dx, dx.shape[0], **constants,
+    )  # fmt: skip
+
+
+def weight_grad(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    dw: torch.Tensor,
+    partials: torch.Tensor,
+    *,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    config: Config,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    activation: str = "none",
+) -> None:
+    """dw = the gradient with respect to the weight, of activation(x * scale + shift) or of x. `partials` is scratch of
+    `partials_shape`."""
+    constants = geometry(x, dw, dy, stride, padding, config)
+    expect(partials, partials_shape(dy.shape, dw.shape, config), "partials")
+    constants |= prologue(scale, shift, activation, x.shape[1])
+    strips, groups = strips_of(dy.shape[3], config.columns), -(-x.shape[0] // config.images)
+    launch(
+        weight_grad_kernel, strips, groups, dy.shape[2], x.shape[1], config,
+        x, dy, scale, shift, partials, x.shape[0], **constants, IMAGES=config.images,
+    )  # fmt: skip
+    finish(partials, dw)
+
+
+def finish(partials: torch.Tensor, out: torch.Tensor) -> None:
+    """out[c, ...] = the sum of `partials` [P, taps, C] over P; `out` is contiguous, [C, taps] in some shape."""
+    parts, taps, c = partials.shape
+    columns = 8 if taps * c < 4096 else 32
+    finish_kernel[(-(-taps * c // columns),)](
+        partials, out, PARTS=parts, C=c, TAPS=taps, ROWS=2048 // columns, COLUMNS=columns, num_warps=8, num_stages=1
+    )
+
+
+def partials_shape(dy_shape: Sequence[int], weight_shape: Sequence[int], config: Config) -> tuple[int, int, int]:
+    """The scratch of `weight_grad`: float32, one row for each walk."""
+    n, c, oh, ow = dy_shape
+    walks = -(-n // config.images) * strips_of(ow, config.columns) * -(-oh // config.rows)
+    return walks, weight_shape[2] * weight_shape[3], c
+
+
+def sums_shape(y_shape: Sequence[int], config: Config) -> tuple[int, int, int]:
+    """The `sums` of `forward`: float32, one row for each walk; [:, 0] are sums of y, [:, 1] of its square."""
+    n, c, oh, ow = y_shape
+    return n * strips_of(ow, config.columns) * -(-oh // config.rows), 2, c
+
+
+# ------------------------------------------------------------------------------------------------------------ tuning
+
+
+def configs(
+    which: str, shape: Sequence[int], k: int | Sequence[int], stride: int | Sequence[int], dtype: torch.dtype
+) -> list[Config]:
+    """A handful of configurations worth timing for `which` ("forward", "input_grad" or "weight_grad") and an input of
+    this shape, the best guess first."""
+    if which not in ("forward", "input_grad", "weight_grad"):
+        raise InputError(f"depthwise convolution: {which!r} is none of forward, input_grad, weight_grad")
+    n, c, height, width = shape
+    (kh, kw), (sh, sw) = pair(k), pair(stride)
+    if which != "input_grad":  # walks are over the output; padding changes its size by less than a kernel
+        height, width = -(-height // sh), -(-width // sw)
+    scatter = sw if which == "input_grad" else 1
+    taps = kh * kw
+    two = 2 if c % 2 == 0 else 1
+
+    def config(strip: int, vector: int = two, shorter: int = 1, images: int = 1, prefetch: bool = True) -> Config:
+        columns = min(strip * scatter, -(-width // scatter) * scatter)
+        lanes = n * strips_of(width, columns) * (c // vector)
+        if which == "weight_grad":
+            # the sums of a walk are written and read again: make it long enough that this is little
+            while columns * height * images < 7 * taps:
+                images *= 2
+        images = min(images, n)
+        pieces = max(1, min(-(-BUSY * images // lanes), height // (4 * kh))) * shorter
+        rows = max(kh, -(-height // pieces))
+        if which == "input_grad":
+            rows = -(-rows // sh) * sh  # every walk then begins at the same phase of the stride
+        return Config(columns, min(rows, height), vector, 4, images, prefetch)
+
+    if taps <= 9:
+        found = [config(7), config(7, prefetch=False), config(4), config(7, shorter=2)]
+        found += [config(4, vector=4)] if c % 4 == 0 and dtype.itemsize == 2 else [config(7, vector=1)]
+    elif taps <= 25:
+        found = [config(5), config(4), config(7), config(7, prefetch=False), config(7, shorter=2)]
+    else:
+        found = [config(4), config(4, prefetch=False), config(2), config(7, vector=1), config(4, vector=1)]
+    # a last strip that is mostly empty is a poor first guess
+    found.sort(key=lambda config: strips_of(width, config.columns) * config.columns > 1.1 * width)
+    if which == "weight_grad":
+        found.append(replace(found[0], images=min(n, 2 * found[0].images)))
+    return list(dict.fromkeys(found))

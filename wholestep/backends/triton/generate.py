@@ -1,0 +1,113 @@
+"""Kernels of the loop dialect as Triton: what a kernel can be written as, and the built, ready callables.
+
+`candidates` writes source for the configurations worth timing; `build` compiles them in worker processes and gives
+callables that only launch. With TRITON_INTERPRET=1 the same source runs in Triton's interpreter on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...dialects.loop import NoSchedule
+from ...ir.core import Op
+from ..kernels import Spec
+from .configs import configs
+from .families import Config, Family, Function, unsupported
+from .scalars import POINTERS, NoText
+
+if TYPE_CHECKING:
+    from .compiling import CompileInfo
+
+#: what the generator is compiled for where no GPU says otherwise
+CAPABILITY = 90
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a kernel: its source, and the memory it needs beside its arguments."""
+
+    name: str
+    scratch: tuple[Spec, ...]
+    key: str
+    source: str
+    functions: tuple[Function, ...]
+    #: Triton's pointer types of arguments and scratch
+    pointers: tuple[str, ...]
+
+
+def why_not(function: Op, specs: Sequence[Spec]) -> str:
+    """ "" if the kernel can be generated, else a reason for a user."""
+    reason = unsupported(specs, function)
+    if reason:
+        return reason
+    try:
+        family = Family(function, specs)
+        if not configs(family):
+            return "no block sizes fit"
+        family.generate(configs(family)[0])
+    except (NoText, NoSchedule) as error:
+        return str(error)
+    return ""
+
+
+def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
+    """The best guess first, then alternatives worth timing."""
+    family = Family(function, specs)
+    return [candidate(family, config) for config in configs(family)]
+
+
+def candidate(family: Family, config: Config) -> Candidate:
+    """One configuration of a kernel."""
+    made = family.generate(config)
+    elements = [str(a.type.element) for a in family.walk.block.arguments]
+    scratch = [{torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16",
+                torch.int8: "i8", torch.uint8: "ui8"}[s.dtype] for s in made.scratch]  # fmt: skip
+    pointers = tuple(POINTERS[e] for e in (*elements, *scratch))
+    return Candidate(
+        str(config), made.scratch, digest(made.source, made.functions, pointers), made.source, made.functions, pointers
+    )
+
+
+def digest(source: str, functions: Sequence[Function], pointers: Sequence[str]) -> str:
+    """Equal kernels have equal keys."""
+    content = [source, [asdict(f) for f in functions], list(pointers), target()]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def target() -> str:
+    """What kernels are built for."""
+    if interpreting():
+        return "interpreter"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return f"cuda:{10 * major + minor}"
+    return f"cuda:{CAPABILITY}"
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def build(
+    candidates: Sequence[Candidate], report: Callable[[int, int], None] | None = None
+) -> dict[str, Callable[..., None] | Exception]:
+    """A callable per key, or the exception that says why there is none."""
+    from .launch import interpreted, native
+
+    return interpreted(candidates, report) if interpreting() else native(candidates, report)
+
+
+def compile_for(
+    candidates: Sequence[Candidate], capability: int = CAPABILITY, report: Callable[[int, int], None] | None = None
+) -> dict[str, CompileInfo | Exception]:
+    """Compiles without a GPU, for one of a compute capability: what each candidate needs, or why it does not compile."""
+    from .compiling import compile_for
+
+    return compile_for(candidates, capability, report)

@@ -1,0 +1,44 @@
+"""Generated kernels run by Triton's interpreter (TRITON_INTERPRET=1): libdevice's functions in torch, for tests without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "rint": torch.round,
+    **{
+        name: getattr(torch, name)
+        for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "rsqrt", "sin", "cos", "tanh", "erf", "trunc",
+                     "atan2", "fmod", "pow")
+    },
+}  # fmt: skip
+
+
+class Libdevice:
+    """Stands where kernels expect libdevice. Computes in float64 and rounds once."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = FUNCTIONS[name]
+
+        def call(*args: Any) -> Any:
+            if len(args) == 2:
+                args = tl.broadcast(*args)
+            numbers = [torch.from_numpy(a.handle.data.copy()).double() for a in args]
+            first = args[0]
+            data = function(*numbers).numpy().astype(first.handle.data.dtype)
+            return tl.tensor(TensorHandle(data, first.handle.dtype), first.type)
+
+        return call
+
+
+def counted(*bounds: Any) -> range:
+    """`range` over numbers of the kernel."""
+    return range(*(int(b.handle.data.item()) if isinstance(b, tl.tensor) else b for b in bounds))
+
+
+STAND_INS = {"libdevice": Libdevice(), "range": counted}

@@ -1,0 +1,114 @@
+"""From the source of a candidate to something that can be called with tensors: through the interpreter, or as a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import InputError
+from .compiling import CompileInfo, compile_for, file_name, job_of, triton_cache
+from .worker import compiled, functions_of
+
+if TYPE_CHECKING:
+    from .families import Function
+    from .generate import Candidate
+
+Report = Callable[[int, int], None] | None
+#: bytes per thread outside of registers above which a kernel is not worth timing
+MOST_SPILLS = 512
+
+
+class Unfit(Exception):
+    """A kernel that compiles but needs more of a GPU than there is, or too much of it to be fast."""
+
+
+# ---- interpreted -----------------------------------------------------------------------------------------------------
+
+
+def interpreted(candidates: Sequence[Candidate], report: Report) -> dict[str, Callable[..., None] | Exception]:
+    from .interpreted import STAND_INS
+
+    made: dict[str, Callable[..., None] | Exception] = {}
+    for done, candidate in enumerate(candidates, 1):
+        space = functions_of(candidate.source, file_name(candidate.source), dict(STAND_INS))
+        made[candidate.key] = interpreter(candidate, space)
+        if report is not None:
+            report(done, len(candidates))
+    return made
+
+
+def interpreter(candidate: Candidate, space: dict[str, Any]) -> Callable[..., None]:
+    def run(*tensors: torch.Tensor) -> None:
+        for function in candidate.functions:
+            if function.grid:
+                space[function.name][(function.grid,)](*(tensors[i] for i in function.arguments))
+
+    return run
+
+
+# ---- native ----------------------------------------------------------------------------------------------------------
+
+
+def native(candidates: Sequence[Candidate], report: Report) -> dict[str, Callable[..., None] | Exception]:
+    if not torch.cuda.is_available():
+        error = InputError("generated Triton kernels run on an NVIDIA GPU and there is none here")
+        return {c.key: error for c in candidates}
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
+    room = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    infos = compile_for(candidates, capability, report)
+    made: dict[str, Callable[..., None] | Exception] = {}
+    for candidate in candidates:
+        info = infos[candidate.key]
+        made[candidate.key] = info if isinstance(info, Exception) else loaded(candidate, info, capability, room)
+    return made
+
+
+def loaded(candidate: Candidate, info: CompileInfo, capability: int, room: int) -> Callable[..., None] | Exception:
+    if info.shared > room:
+        return Unfit(f"it needs {info.shared} bytes of shared memory where {room} are")
+    if info.spills > MOST_SPILLS:
+        return Unfit(f"{info.spills} bytes per thread do not fit into registers")
+    try:
+        return Launch(candidate, capability)
+    except Exception as error:  # a driver or the C compiler of the launcher: this candidate is out, others go on
+        return error
+
+
+class Launch:
+    """Launches the kernels of a candidate on torch's current stream. It allocates nothing."""
+
+    def __init__(self, candidate: Candidate, capability: int):
+        from triton import knobs
+        from triton.runtime import driver
+
+        knobs.cache.dir = str(triton_cache())
+        self.candidate = candidate
+        self.capability = capability
+        self.functions = [f for f in candidate.functions if f.grid]
+        self.device = driver.active.get_current_device()
+        self.stream = driver.active.get_current_stream
+        self.variants = {True: [self.load(f, True) for f in self.functions]}
+
+    def load(self, function: Function, aligned: bool) -> tuple[Any, ...]:
+        """The kernel, from Triton's cache or compiled here, on the GPU; what its launcher takes."""
+        kernel = compiled(job_of(self.candidate, function, self.capability, aligned))
+        return kernel.run, kernel.function, kernel.packed_metadata, function.grid, function.arguments
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        pointers = [t.data_ptr() for t in tensors]
+        self.launch(pointers)
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        bits = 0
+        for p in pointers:
+            bits |= p
+        aligned = not bits & 15
+        kernels = self.variants.get(aligned)
+        if kernels is None:  # tensors that start at an odd element: compiled when they are first seen
+            kernels = self.variants[aligned] = [self.load(f, aligned) for f in self.functions]
+        stream = self.stream(self.device)
+        for run, function, metadata, grid, arguments in kernels:
+            run(grid, 1, 1, stream, function, metadata, None, None, None, *[pointers[i] for i in arguments])

@@ -1,0 +1,393 @@
+"""Writes the ops of a kernel as Triton text over a tile.
+
+A tile has one or two *axes*, each a run of iteration dimensions that is walked as one. A number is written in the shape it
+needs: along no axis it is a scalar, along one a vector, and Triton broadcasts where they meet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ...dialects.loop import Apply, Constant, Load, Random, Reduce, Store
+from ...ir.core import Op, Value
+from ...ir.types import I32, I64
+from .scalars import Number, accumulator_type, apply, combined, helper_text, literal, neutral, number_type, reduced
+from .walk import Access, Dim, Form, Walk
+
+INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Dimensions that are walked as one, the fastest last; `block` of its points at a time."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    block: int
+    #: where it lies in the tile; None: a scalar, one point at a time
+    position: int | None
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for dim in self.dims:
+            size *= dim.size
+        return size
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.size // self.block)
+
+    @property
+    def parts(self) -> frozenset[int]:
+        return frozenset(p for d in self.dims for p in d.parts)
+
+
+def axis(name: str, dims: Iterable[Dim], block: int, position: int | None) -> Axis:
+    return Axis(name, tuple(dims), block, position)
+
+
+@dataclass
+class Text:
+    """One kernel function in the making."""
+
+    walk: Walk
+    axes: tuple[Axis, ...]
+    name: str
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+    names: ChainMap[Value, Number] = field(default_factory=ChainMap)
+    helpers: set[str] = field(default_factory=set)
+    open: tuple[Axis, ...] = ()
+    masks: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, str] = field(default_factory=dict)
+    written: set[Op] = field(default_factory=set)
+    count: int = 0
+
+    # ---- structure ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tile(self) -> list[Axis]:
+        return sorted((a for a in self.axes if a.position is not None), key=lambda a: a.position or 0)
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
+    def fresh(self, prefix: str = "v") -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def pid(self) -> str:
+        return "tl.program_id(0).to(tl.int64)" if self.walk.wide else "tl.program_id(0)"
+
+    @contextmanager
+    def loop(self, header: str) -> Iterator[None]:
+        """What is written inside is forgotten at the end."""
+        self.line(f"for {header}:")
+        names, opened = self.names, self.open
+        self.names = names.new_child()
+        self.depth += 1
+        yield
+        self.depth -= 1
+        self.names, self.open = names, opened
+
+    def start(self, axis: Axis, first: str) -> None:
+        """Opens an axis at a point: its index, its mask and the indices of its dimensions."""
+        n = axis.name
+        self.starts[n] = first
+        if axis.position is None:
+            self.line(f"{n} = {first}")
+        else:
+            expand = self.expand(axis)
+            self.line(f"{n} = ({first} + tl.arange(0, {axis.block})){expand}")
+            self.masks.pop(n, None)
+            if axis.size % axis.block or not axis.size:
+                self.masks[n] = f"in_{n}"
+                self.line(f"in_{n} = {n} < {axis.size}")
+        self.indices(axis, n)
+        self.open = (*self.open, axis)
+
+    def indices(self, axis: Axis, n: str, suffix: str = "") -> None:
+        """The indices of an axis' dimensions from its own, `n`."""
+        inner = 1
+        for k in reversed(range(len(axis.dims))):
+            text = n if inner == 1 else f"{n} // {inner}"
+            if k:
+                text = f"({text}) % {axis.dims[k].size}" if inner > 1 else f"{n} % {axis.dims[k].size}"
+            inner *= axis.dims[k].size or 1
+            self.line(f"{self.index(axis.dims[k])}{suffix} = {text}")
+
+    def expand(self, axis: Axis) -> str:
+        if len(self.tile) < 2:
+            return ""
+        return "[:, None]" if axis.position == 0 else "[None, :]"
+
+    def index(self, dim: Dim) -> str:
+        return "i" + "_".join(map(str, dim.parts))
+
+    def source(self, arguments: Sequence[str]) -> str:
+        return f"@triton.jit\ndef {self.name}({', '.join(arguments)}):\n" + "\n".join(self.lines or ["    pass"]) + "\n"
+
+    # ---- axes of numbers ---------------------------------------------------------------------------------------------
+
+    def axes_of(self, dims: frozenset[int]) -> list[Axis]:
+        return [a for a in self.axes if a.parts & dims]
+
+    def value_axes(self, value: Value) -> list[Axis]:
+        return self.axes_of(self.walk.dims_of[value])
+
+    def op_axes(self, op: Op) -> list[Axis]:
+        if op in self.walk.accesses:
+            dims = self.walk.access_dims(self.walk.accesses[op])
+            if op.definition is Store:
+                dims |= self.walk.dims_of[op.operands[0]]
+            return self.axes_of(dims)
+        return self.axes_of(self.walk.dims_of[op.results[0]])
+
+    def mask(self, axes: Iterable[Axis], extra: Iterable[str] = ()) -> str:
+        parts = [*(self.masks[a.name] for a in axes if a.name in self.masks), *extra]
+        return " & ".join(parts)
+
+    def shape(self, axes: Iterable[Axis]) -> str:
+        names = {a.name for a in axes}
+        sizes = [a.block if a.name in names else 1 for a in self.tile]
+        return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+    def tiled(self, axes: Iterable[Axis]) -> list[Axis]:
+        return [a for a in axes if a.position is not None]
+
+    # ---- ops ---------------------------------------------------------------------------------------------------------
+
+    def needed(self, targets: Iterable[Op]) -> list[Op]:
+        """The ops that compute what some ops take, and these, in order; nothing that is known already."""
+        wanted: set[Op] = set()
+        todo = list(targets)
+        while todo:
+            op = todo.pop()
+            if op in wanted or (op.results and op.results[0] in self.names):
+                continue
+            wanted.add(op)
+            if op.results and op.results[0] in self.walk.forms:
+                continue
+            todo += [v.op for v in op.operands if v.op is not None]
+        return [op for op in self.walk.ops if op in wanted]
+
+    def ready(self, ops: Iterable[Op]) -> None:
+        """Writes those ops that lie along open axes only and whose operands are known."""
+        for op in ops:
+            if op.definition is Reduce or op in self.written or (op.results and op.results[0] in self.names):
+                continue
+            if not all(a in self.open for a in self.op_axes(op)):
+                continue
+            formed = bool(op.results) and op.results[0] in self.walk.forms
+            if formed or all(v in self.names or v in self.walk.number for v in op.operands):
+                self.write(op)
+
+    def bind(self, value: Value, number: Number) -> None:
+        name = self.fresh()
+        self.line(f"{name} = {number.text}")
+        self.names[value] = Number(name, number.type)
+
+    def write(self, op: Op) -> None:
+        if op.definition is Store:
+            self.store(op)
+            return
+        result = op.results[0]
+        if result in self.walk.forms:
+            self.names[result] = self.form(self.walk.forms[result])
+        elif op.definition is Constant:
+            type, value = number_type(op.attributes["dtype"]), op.attributes["value"]
+            self.names[result] = Number(literal(value, type), type, value)
+        elif op.definition is Load:
+            self.load(op)
+        elif op.definition is Random:
+            self.random(op)
+        else:
+            assert op.definition is Apply, op
+            self.apply(op)
+
+    def apply(self, op: Op) -> None:
+        args = [self.names[v] for v in op.operands]
+        fn, element = op.attributes["fn"], op.attributes["dtype"]
+        if fn in ("floor_div", "rem") and element is I64 and all(a.type == "tl.int32" for a in args):
+            element = I32  # indices stay narrow
+            form, by = self.walk.forms.get(op.operands[0]), args[1].value
+            if form is not None and form.range(self.walk.sizes)[0] >= 0 and by is not None and by > 0:
+                sign = "//" if fn == "floor_div" else "%"
+                self.bind(op.results[0], Number(f"{args[0].text} {sign} {by}", "tl.int32"))
+                return
+        number, helpers = apply(fn, args, element)
+        self.helpers.update(helpers)
+        if number.value is not None:
+            self.names[op.results[0]] = number
+        else:
+            self.bind(op.results[0], number)
+
+    def form(self, form: Form) -> Number:
+        low, high = form.range(self.walk.sizes)
+        if not form.dims:
+            type = "tl.int32" if abs(form.constant) <= INT32 else "tl.int64"
+            return Number(literal(form.constant, type), type, form.constant)
+        narrow = -INT32 <= low and high <= INT32 and not self.walk.wide
+        text = self.form_text(form, "" if narrow or self.walk.wide else ".to(tl.int64)")
+        name = self.fresh("n")
+        self.line(f"{name} = {text}")
+        return Number(name, "tl.int32" if narrow else "tl.int64")
+
+    def form_text(self, form: Form, cast: str = "") -> str:
+        parts = []
+        for a in self.axes:
+            for dim in a.dims:
+                c = form.terms[dim.parts[-1]]
+                if c:
+                    parts.append(f"{self.index(dim)}{cast}" if c == 1 else f"{self.index(dim)}{cast} * {c}")
+        if form.constant or not parts:
+            parts.append(str(form.constant))
+        return " + ".join(parts).replace("+ -", "- ")
+
+    def offset(self, access: Access) -> str:
+        text = self.form_text(access.offset)
+        for value, stride in access.numbers:
+            number = self.names[value]
+            text += f" + {number.text}" if stride == 1 else f" + {number.text} * {stride}"
+        return text
+
+    def guards(self, access: Access) -> list[str]:
+        found = []
+        for guard in access.guards:
+            low, high = guard.form.range(self.walk.sizes)
+            text = self.form_text(guard.form)
+            if guard.number is not None:
+                text += f" + {self.names[guard.number].text}"
+            name = self.fresh("g")
+            self.line(f"{name} = {text}")
+            if guard.number is not None or low < 0:
+                found.append(f"({name} >= 0)")
+            if guard.number is not None or high >= guard.size:
+                found.append(f"({name} < {guard.size})")
+        return found
+
+    def load(self, op: Op) -> None:
+        access = self.walk.accesses[op]
+        axes = self.op_axes(op)
+        mask = self.mask(self.tiled(axes), self.guards(access))
+        text = f"tl.load(p{access.argument} + ({self.offset(access)})"
+        text += f", mask={mask}, other=0)" if mask else ")"
+        element = op.operands[0].type.element
+        type = number_type(element)
+        if element.kind == "float" and element.bits < 32:
+            text += f".to({type})"
+        self.bind(op.results[0], Number(text, type))
+
+    def store(self, op: Op) -> None:
+        """Where an output lies along fewer dimensions than its tile, the first point alone writes."""
+        self.written.add(op)
+        access = self.walk.accesses[op]
+        value = self.names[op.operands[0]]
+        axes = self.op_axes(op)
+        dims = self.walk.access_dims(access)
+        once = []
+        for a in self.tiled(axes):
+            once += [f"({self.index(d)} == 0)" for d in a.dims if not set(d.parts) & dims and d.size > 1]
+        mask = self.mask(self.tiled(axes), once)
+        tail = f", mask={mask})" if mask else ")"
+        self.line(f"tl.store(p{access.argument} + ({self.offset(access)}), {value.text}{tail}")
+
+    def random(self, op: Op) -> None:
+        seed, counter, micro_batch, element = (self.names[v] for v in op.operands)
+        n, bits = self.fresh("r"), op.attributes["digits"]
+        quads = self.quads(op)
+        at = f"{n}_at"
+        if quads is not None:  # four neighbours share a block of words
+            self.line(f"{quads.name}_4 = ({self.starts[quads.name]} + tl.arange(0, {quads.block // 4}) * 4){self.expand(quads)}")
+            self.indices(quads, f"{quads.name}_4", "_4")
+            text = self.form_text(self.walk.forms[op.operands[3]], "" if self.walk.wide else ".to(tl.int64)")
+            for dim in quads.dims:
+                text = re.sub(rf"\b{self.index(dim)}\b", f"{self.index(dim)}_4", text)
+            self.line(f"{at} = {text}")
+        else:
+            self.line(f"{at} = {element.text}")
+        self.line(f"{n}_block = ({at} // 4).to(tl.uint32)")
+        self.line(f"{n}_zero = {n}_block * 0")
+        self.line(f"{n}_upper = ({micro_batch.to('tl.int64')} | (({counter.to('tl.int64')} >> 32) << 16)).to(tl.uint32)")
+        words = ", ".join(f"{n}_{k}" for k in range(4))
+        stream = literal(op.attributes["stream"], "tl.uint32")
+        self.line(
+            f"{words} = tl.philox({seed.text}, {n}_block, {n}_zero + {stream}, "
+            f"{n}_zero + {counter.text}.to(tl.uint32), {n}_zero + {n}_upper)"
+        )
+        if quads is not None:
+            shape = self.shape(self.tiled(self.op_axes(op)))
+            word = f"tl.reshape(tl.join(tl.join({n}_0, {n}_2), tl.join({n}_1, {n}_3)), {shape})"
+        else:
+            self.line(f"{n}_of = {at} % 4")
+            word = f"tl.where({n}_of == 0, {n}_0, tl.where({n}_of == 1, {n}_1, tl.where({n}_of == 2, {n}_2, {n}_3)))"
+        self.bind(op.results[0], Number(f"({word} >> {32 - bits}).to(tl.float32) * {2.0**-bits!r}", "tl.float32"))
+
+    def quads(self, op: Op) -> Axis | None:
+        """The axis along which each four neighbours of the tile have four neighbouring elements, from a multiple of four."""
+        form = self.walk.forms.get(op.operands[3])
+        axes = self.tiled(self.op_axes(op))
+        if form is None or not axes or form.constant % 4:
+            return None
+        fast = max(axes, key=lambda a: a.position or 0)
+        if fast.block % 4 or form.terms[fast.dims[-1].parts[-1]] != 1 or (len(fast.dims) > 1 and fast.dims[-1].size % 4):
+            return None
+        others = [d for a in self.axes for d in a.dims if d is not fast.dims[-1]]
+        return fast if all(form.terms[d.parts[-1]] % 4 == 0 for d in others) else None
+
+    # ---- reductions --------------------------------------------------------------------------------------------------
+
+    def operand(self, op: Op, axes: Sequence[Axis]) -> str:
+        """What a reduction takes, over the whole tile of some axes, neutral outside."""
+        type = accumulator_type(op.attributes["dtype"])
+        number = self.names[op.operands[0]]
+        if type == "tl.int32" and number.type != type:  # truth values among them
+            text = number.to("tl.int1") + ".to(tl.int32)" if op.attributes["kind"] in ("or", "and") else number.to(type)
+        else:
+            text = number.to(type)
+        have = self.value_axes(op.operands[0])
+        if any(a not in have for a in self.tiled(axes)):
+            text = f"tl.broadcast_to({text}, {self.shape(axes)})"
+        mask = self.mask(self.tiled(axes))
+        kind = op.attributes["kind"]
+        return f"tl.where({mask}, {text}, {neutral(kind, type)})" if mask else text
+
+    def accumulator(self, op: Op, axes: Sequence[Axis]) -> str:
+        name, type = self.fresh("a"), accumulator_type(op.attributes["dtype"])
+        start = neutral(op.attributes["kind"], type)
+        self.line(f"{name} = tl.full({self.shape(axes) if self.tiled(axes) else '()'}, {start}, {type})")
+        return name
+
+    def accumulate(self, name: str, op: Op, axes: Sequence[Axis]) -> None:
+        type = accumulator_type(op.attributes["dtype"])
+        self.line(f"{name} = {combined(op.attributes['kind'], name, self.operand(op, axes), type)}")
+
+    def total(self, op: Op, text: str, axes: Sequence[Axis], over: Sequence[Axis]) -> Number:
+        """A tile over some axes, reduced along those of `over`: with no axis left it is a scalar."""
+        type = accumulator_type(op.attributes["dtype"])
+        left = [a for a in self.tiled(axes) if a not in over]
+        gone = self.tiled(over)
+        if gone:
+            if not left:
+                text, helpers = reduced(op.attributes["kind"], text, None, False, type)
+            else:
+                text, helpers = reduced(op.attributes["kind"], text, gone[0].position, True, type)
+            self.helpers.update(helpers)
+        return Number(text, type)
+
+    def known(self, op: Op, number: Number) -> None:
+        """Binds the result of a reduction, in its own type."""
+        type = number_type(op.attributes["dtype"])
+        self.bind(op.results[0], Number(number.to(type) if type != number.type else number.text, type))
+
+
+def module_text(functions: Sequence[Text], arguments: Sequence[Sequence[str]]) -> str:
+    """The source of some kernel functions with their helpers."""
+    helpers = sorted({h for f in functions for h in f.helpers})
+    bodies = [f.source(a) for f, a in zip(functions, arguments, strict=True)]
+    return helper_text(helpers) + "\n\n".join(bodies)

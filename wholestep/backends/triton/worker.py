@@ -1,0 +1,80 @@
+"""Compiles kernels into Triton's cache: a script of its own that needs Triton alone, one JSON job per line of its input.
+
+Run by `compiling.py`, several at a time. It never touches a GPU and imports neither torch nor the training program.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+
+def compiled(job: dict[str, Any]) -> Any:
+    """The kernel of a job, from Triton's cache or compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = functions_of(job["source"], job["file"])[job["name"]]
+    signature = dict(zip(function.arg_names, job["pointers"], strict=True))
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))} if job["aligned"] else {}
+    target = GPUTarget("cuda", job["capability"], 32)
+    options = {"num_warps": job["warps"], "num_stages": job["stages"]}
+    return triton.compile(ASTSource(function, signature, {}, attributes), target=target, options=options)
+
+
+def functions_of(source: str, file: str, stand_ins: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The functions that a source defines. Triton reads their text through linecache: no file is written or run."""
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    space: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": "wholestep_kernels"}
+    space |= stand_ins or {}
+    exec(compile(source, file, "exec"), space)
+    return space
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of local memory per thread, where what does not fit into registers goes."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        max(map(int, re.findall(rf"{n}:(\d+)", text)), default=0) for n in ("REG", "STACK", "LOCAL")
+    )
+    return registers, stack + local
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        job = json.loads(line)
+        began = time.perf_counter()
+        answer: dict[str, Any]
+        try:
+            kernel = compiled(job)
+            registers, local = resources(kernel.asm["cubin"])
+            answer = {"registers": registers, "spills": local, "shared": kernel.metadata.shared}
+        except Exception as error:  # whatever a compiler raises is the answer to this job
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answer["seconds"] = time.perf_counter() - began
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,427 @@
+"""Fusion: which ops become one kernel. Neighbours are joined as long as one walk over the data can do both.
+
+Legality comes from the loop form of the joined piece (`regions.py`, `loops.py`): its access maps must fit into one
+walk. Profit is bytes: what is no longer written and read between the two. Ops are met in program order and join the
+kernels of what they read, the largest tensor first; then kernels that read the same large tensors are joined.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..dialects.step import constant_value
+from ..dialects.step.control import root_of
+from ..dialects.step.fused import Fused
+from ..ir.attributes import Symbol
+from ..ir.builtin import Func
+from ..ir.core import Builder, Op, Value
+from .expand import expand_ops, has_expansion
+from .loops import is_primitive
+from .opportunity import site_names
+from .regions import Bodies, Body, Piece, base, body_of, could_be_pieces, is_source, is_view, piece_of
+
+#: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
+HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
+#: at most so many ops are looked at together; longer programs are cut into parts
+WINDOW = 4000
+
+
+def never(op: Op) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Group:
+    """Ops that are one kernel so far."""
+
+    members: list[Op]
+    before: int = 0  # groups that must run first, and those that can only run after it, as sets of bits
+    after: int = 0
+    points: int = 1
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why two neighbours are not one kernel."""
+
+    producer: Op
+    consumer: Op
+    why: str
+
+
+@dataclass(slots=True)
+class Fusion:
+    """What was joined in a function: the ops of each kernel before they were joined, and what was refused."""
+
+    kernels: list[tuple[Op, list[str]]] = field(default_factory=list)
+    refusals: dict[tuple[str, str], str] = field(default_factory=dict)
+    bodies: dict[str, Body] = field(default_factory=dict)
+    #: patterns of `forbid` that fitted something
+    forbidden: set[str] = field(default_factory=set)
+
+
+class Fuser:
+    """Joins the ops of one function, which is changed in place."""
+
+    def __init__(
+        self,
+        function: Op,
+        host: Iterable[int] = (),
+        bodies: Bodies | None = None,
+        forbid: Sequence[str] = (),
+        runs_on_host: Callable[[Op], bool] = never,
+        alone: Callable[[Op], bool] = never,
+    ):
+        self.function = function
+        self.block = function.regions[0].block
+        self.bodies = bodies if bodies is not None else Bodies()
+        self.forbid = [p.removeprefix("fuse ") for p in forbid if p.startswith("fuse ")]
+        self.runs_on_host, self.alone = runs_on_host, alone
+        self.on_host = {self.block.arguments[i] for i in host}
+        self.fusion = Fusion()
+        self.single: dict[Op, bool] = {}
+
+    def run(self) -> Fusion:
+        self.note_host()
+        self.take_apart()
+        self.duplicate()
+        ops = [op for op in self.block if not op.definition.terminator]
+        self.position = {op: i for i, op in enumerate(self.block)}
+        names = site_names(root_of(self.function))
+        self.names = {op: names.get(op, op.name) for op in ops}
+        self.groups: dict[Op, Group] = {}
+        chosen: list[Group] = []
+        for start in range(0, len(ops), WINDOW):
+            chosen += self.join(ops[start : start + WINDOW])
+        self.emit(chosen)
+        return self.fusion
+
+    # ---- preparing ---------------------------------------------------------------------------------------------------
+
+    def note_host(self) -> None:
+        """Numbers of the host stay there."""
+        for op in self.block:
+            if op.operands and self.runs_on_host(op):
+                known = [v in self.on_host or constant_value(v) is not None for v in op.operands]
+                if all(known) and any(v in self.on_host for v in op.operands):
+                    self.on_host.update(op.results)
+
+    def is_fusible(self, op: Op) -> bool:
+        """Whether an op may be part of a kernel at all."""
+        found = self.single.get(op)
+        if found is None:
+            found = self.single[op] = self.could_be(op)
+        return found
+
+    def could_be(self, op: Op) -> bool:
+        if op.definition.terminator or is_view(op) or is_source(op) or not any(r.uses for r in op.results):
+            return False
+        if any(r in self.on_host for r in op.results) or not (is_primitive(op) or has_expansion(op)):
+            return False
+        if op.name in ANCHORS or self.alone(op):
+            return False
+        if op.name == "step.select" and op.operands[0] in self.on_host:  # one of two tensors is handed on
+            return False
+        position = {o: i for i, o in enumerate([*self.sources(op), op])}
+        return not self.bodies(piece_of([op], position)).why_not
+
+    def sources(self, op: Op) -> list[Op]:
+        """Views and constants that an op looks through, in some order that respects them."""
+        found: dict[Op, None] = {}
+
+        def visit(value: Value) -> None:
+            maker = value.op
+            if maker is None or maker in found or not (is_view(maker) or is_source(maker)):
+                return
+            for v in maker.operands:
+                visit(v)
+            found[maker] = None
+
+        for v in op.operands:
+            visit(v)
+        return list(found)
+
+    def take_apart(self) -> None:
+        """Expands ops that are no kernel by themselves but whose parts may be, such as BatchNorm or a mean loss."""
+        known: dict[tuple[str, str], bool] = {}
+        wanted = []
+        for op in self.block:
+            if op.definition.terminator or not has_expansion(op) or is_primitive(op) or op.name in ANCHORS:
+                continue
+            if not any(r.uses for r in op.results) or any(r in self.on_host for r in op.results):
+                continue
+            if self.is_fusible(op):
+                continue
+            key = (op.name, ",".join(str(v.type) for v in op.operands) + str(sorted(map(str, op.attributes.items()))))
+            if key not in known:
+                known[key] = could_be_pieces(op)
+            if known[key]:
+                wanted.append(op)
+        if wanted:
+            expand_ops(wanted)
+            for op in wanted:
+                self.single.pop(op, None)
+            self.take_apart()
+
+    def duplicate(self) -> None:
+        """A cheap op whose operand is no larger than its result is computed again by each of its readers."""
+        for op in list(self.block):
+            if op.definition.terminator or not self.is_cheap(op):
+                continue
+            readers = [u for u in dict.fromkeys(op.results[0].uses) if self.is_fusible(u)]
+            others = [u for u in dict.fromkeys(op.results[0].uses) if u not in readers]
+            for reader in readers[0 if others else 1 :]:
+                copy = op.clone({})
+                copy.attributes["phase"] = reader.attributes.get("phase", op.phase)
+                self.block.insert_before(copy, reader)
+                reader.set_operands([copy.results[0] if v is op.results[0] else v for v in reader.operands])
+
+    def is_cheap(self, op: Op) -> bool:
+        if op.name not in CHEAP or len(op.results) != 1 or len(op.results[0].uses) < 2 or not self.is_fusible(op):
+            return False
+        return sum(v.type.bytes for v in op.operands) <= op.results[0].type.bytes
+
+    # ---- joining -----------------------------------------------------------------------------------------------------
+
+    def join(self, ops: list[Op]) -> list[Group]:
+        """The groups of some ops: every op is one to begin with."""
+        groups: dict[Op, Group] = {}
+        nodes = [op for op in ops if not is_source(op)]
+        bit = {op: 1 << i for i, op in enumerate(nodes)}
+        self.bit = bit
+        before: dict[Op, int] = {}
+        for op in nodes:
+            found = 0
+            for value in op.operands:
+                maker = value.op
+                if maker in bit:
+                    found |= before[maker] | bit[maker]
+            before[op] = found
+        after = dict.fromkeys(nodes, 0)
+        for op in reversed(nodes):
+            for value in op.operands:
+                maker = value.op
+                if maker in bit:
+                    after[maker] |= after[op] | bit[op]
+        for op in nodes:
+            size = max((v.type.size for v in (*op.operands, *op.results)), default=1)
+            groups[op] = Group([op], before[op], after[op], size)
+        self.groups = groups
+        self.nodes = nodes
+        for op in nodes:
+            if self.is_fusible(op):
+                for value in sorted(self.read(op), key=lambda v: -v.type.bytes):
+                    maker = value.op
+                    if maker in groups and self.is_fusible(maker) and groups[maker] is not groups[op]:
+                        self.try_join(groups[maker], groups[op], maker, op)
+        self.join_siblings(nodes)
+        chosen = {id(g): g for g in groups.values() if self.is_fusible(g.members[0]) or self.stands_alone(g.members[0])}
+        return list(chosen.values())
+
+    def stands_alone(self, op: Op) -> bool:
+        return self.alone(op) and any(r.uses for r in op.results) and not is_view(op)
+
+    def read(self, op: Op) -> list[Value]:
+        return list(dict.fromkeys(base(v) for v in op.operands))
+
+    def join_siblings(self, nodes: list[Op]) -> None:
+        """Kernels of one phase that read the same large tensor become one that reads it once."""
+        readers: dict[Value, list[Op]] = {}
+        for op in nodes:
+            if self.is_fusible(op):
+                for value in self.read(op):
+                    if value.type.bytes >= LARGE and (value.op is None or not is_source(value.op)):
+                        readers.setdefault(value, []).append(op)
+        for value in sorted(readers, key=lambda v: -v.type.bytes):
+            among = readers[value]
+            for one, other in itertools.pairwise(among):
+                a, b = self.groups[one], self.groups[other]
+                near = self.position[other] - self.position[one] <= NEAR
+                if a is not b and near and one.phase == other.phase:
+                    self.try_join(a, b, one, other)
+
+    def try_join(self, a: Group, b: Group, producer: Op, consumer: Op) -> bool:
+        why = self.why_not(a, b, producer, consumer)
+        if why:
+            self.fusion.refusals[self.names[producer], self.names[consumer]] = why
+            return False
+        self.unite(a, b)
+        return True
+
+    def why_not(self, a: Group, b: Group, producer: Op, consumer: Op) -> str:
+        key = f"{self.names[consumer]} <- {self.names[producer]}"
+        for pattern in self.forbid:
+            if fnmatch.fnmatchcase(key, pattern):
+                self.fusion.forbidden.add(f"fuse {pattern}")
+                return "it is forbidden"
+        halves = {HALVES.get(op.phase, 3) for op in (producer, consumer)}
+        if len(halves) > 1 and not self.may_wait(a, b):
+            return f"one is part of {producer.phase}, the other of {consumer.phase}"
+        if a.points * SMALLER < b.points and len(a.members) > 2:
+            return "the first would be computed again for every row of the second"
+        between = a.after & b.before | b.after & a.before
+        inside = 0
+        for op in (*a.members, *b.members):
+            inside |= self.bit[op]
+        # views between the two come along, others would have to run in between
+        rest = between & ~inside
+        while rest:
+            low = rest & -rest
+            op = self.nodes[low.bit_length() - 1]
+            if not (is_view(op) and base(op.results[0]).op in self.in_groups(a, b)):
+                return f"{self.names[op]} must run between them"
+            rest ^= low
+        position = self.position
+        piece = piece_of([*a.members, *b.members], position)
+        return self.bodies(piece).why_not
+
+    def may_wait(self, a: Group, b: Group) -> bool:
+        """Whether the first may be put off until the second runs: what it reads is no larger than what it gives, and
+        nobody else waits for it, so that a narrow gradient is kept instead of a wide one."""
+        piece = piece_of(a.members, self.position)
+        given = {u for v in piece.outputs for u in v.uses}
+        if any(u not in b.members and not is_view(u) for u in given) or any(op.name not in CHEAP for op in a.members):
+            return False
+        return sum(v.type.bytes for v in piece.inputs) <= sum(v.type.bytes for v in piece.outputs)
+
+    def in_groups(self, a: Group, b: Group) -> set[Op]:
+        return {*a.members, *b.members}
+
+    def unite(self, a: Group, b: Group) -> None:
+        """Makes two groups one, and tells everything before and after it."""
+        members = sorted([*a.members, *b.members], key=self.position.__getitem__)
+        own = 0
+        for op in members:
+            own |= self.bit[op]
+        before, after = (a.before | b.before) & ~own, (a.after | b.after) & ~own
+        joined = Group(members, before, after, max(a.points, b.points))
+        for op in members:
+            self.groups[op] = joined
+        for bits, name, more in ((after, "before", before | own), (before, "after", after | own)):
+            seen: set[int] = set()
+            rest = bits
+            while rest:
+                low = rest & -rest
+                rest ^= low
+                group = self.groups[self.nodes[low.bit_length() - 1]]
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    setattr(group, name, getattr(group, name) | more)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def emit(self, groups: list[Group]) -> None:
+        """Replaces the ops of every group by one op that calls their body."""
+        root = root_of(self.function)
+        order = self.ordered(groups)
+        symbols: dict[int, str] = {}
+        for group in order:
+            piece = piece_of(group.members, self.position)
+            body = self.bodies(piece)
+            name = symbols.get(id(body))
+            if name is None:
+                name = symbols[id(body)] = f"region_{len(symbols)}"
+                function = body_of(piece, name)
+                function.detach()
+                root.regions[0].block.append(function)
+                self.fusion.bodies[name] = body
+            last = group.members[-1]
+            builder = Builder(self.block, last, last.loc, last.phase)
+            op = builder.create(Fused, piece.inputs, [v.type for v in piece.outputs], {"callee": Symbol(name)})
+            self.fusion.kernels.append((op, [self.names[m] for m in group.members]))
+            self.replace(piece, op)
+            gone = set(group.members)
+            for inner in reversed(piece.ops):
+                if inner in gone or not any(r.uses for r in inner.results):
+                    inner.erase()
+        self.sort()
+
+    def replace(self, piece: Piece, op: Op) -> None:
+        inside = set(piece.ops)
+        new = dict(zip(piece.outputs, op.results, strict=True))
+        for value in piece.outputs:
+            for user in list(dict.fromkeys(value.uses)):
+                if user not in inside or is_view(user):
+                    user.set_operands([new.get(v, v) for v in user.operands])
+
+    def ordered(self, groups: list[Group]) -> list[Group]:
+        return sorted(groups, key=lambda g: self.position[g.members[-1]])
+
+    def sort(self) -> None:
+        """Brings ops into an order in which every value comes before its readers; otherwise as they were."""
+        block = self.block
+        placed: set[Op] = set()
+        order: list[Op] = []
+        for op in list(block):
+            stack = [op]
+            while stack:
+                top = stack[-1]
+                if top in placed:
+                    stack.pop()
+                    continue
+                missing = [v.op for v in top.operands if v.op is not None and v.op not in placed]
+                if missing:
+                    stack += [m for m in missing if m is not None]
+                else:
+                    placed.add(top)
+                    order.append(stack.pop())
+        for op in order:
+            op.detach()
+            block.append(op)
+
+
+#: ops whose loop form exists but which libraries do better
+ANCHORS = frozenset(
+    f"step.{n}"
+    for n in ("attention", "attention_grad", "attention_mask_grad", "contract")
+    + ("conv", "conv_input_grad", "conv_weight_grad")
+)
+#: ops that cost next to nothing beside the bytes they read
+CHEAP = frozenset(
+    f"step.{n}"
+    for n in ("cast", "neg", "abs", "relu", "add", "sub", "mul", "select", "lt", "le", "gt", "ge", "eq", "ne")
+)
+LARGE, NEAR, SMALLER = 1 << 16, 80, 4
+
+
+def fuse(
+    function: Op,
+    host: Iterable[int] = (),
+    bodies: Bodies | None = None,
+    forbid: Sequence[str] = (),
+    runs_on_host: Callable[[Op], bool] = never,
+    alone: Callable[[Op], bool] = never,
+) -> Fusion:
+    """Joins the ops of a function, in place, into kernels.
+
+    host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
+    wants for itself.
+    """
+    return Fuser(function, host, bodies, forbid, runs_on_host, alone).run()
+
+
+def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:
+    """Puts the ops of regions back in place of them; returns how many regions went."""
+    root = root_of(function)
+    bodies = {f.attributes["sym_name"]: f for f in root.regions[0].block if f.definition is Func}
+    block, count = function.regions[0].block, 0
+    for op in [o for o in block if o.definition is Fused and wanted(o)]:
+        body = bodies[op.callee.name].regions[0].block
+        mapping = dict(zip(body.arguments, op.operands, strict=True))
+        for inner in body:
+            if inner.definition.terminator:
+                for old, new in zip(op.results, inner.operands, strict=True):
+                    old.replace_by(mapping[new])
+                break
+            copy = inner.clone(mapping)
+            copy.loc = op.loc
+            if "phase" in op.attributes:
+                copy.attributes["phase"] = op.attributes["phase"]
+            block.insert_before(copy, op)
+            mapping.update(zip(inner.results, copy.results, strict=True))
+        op.erase()
+        count += 1
+    return count

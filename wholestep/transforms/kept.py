@@ -1,0 +1,307 @@
+"""`cut`: decides by bytes which values of forward are kept for backward, and has it compute the others from those.
+
+A minimum cut between what forward alone can make (products, convolutions, attention, reductions) and what backward
+reads, over every value in between that cheap ops make: pointwise ops, casts, views, random numbers, normalisations
+given their statistics. A value on the cut is kept and costs its bytes; what lies behind the cut becomes `recompute` and
+`renormalize` transformations, which change no bit of a result. For kernels that fuse: there computing again is free.
+
+Two things keep chains such as a residual stream from being summed up again from their first term:
+- an op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
+  bytes of all joined operands but the largest;
+- a value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
+  cut goes beyond that, the first value that does counts as one that forward alone can make, and it is cut again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..dialects.step import StepBuilder
+from ..dialects.step.normalization import BatchNorm, GroupNorm, LayerNorm, RmsNorm
+from ..dialects.step.shape import Concat, Shape, SliceUpdate
+from ..dialects.step.sources import Random
+from ..errors import InputError
+from ..ir.attributes import freeze
+from ..ir.builtin import functions
+from ..ir.collector import collector_paused
+from ..ir.core import Block, Op, Value
+from .flow import UNBOUNDED, Network
+from .opportunity import Opportunity, matches, near, register_transformation, site_names, sites
+from .recompute import Recompute, bytes_of, is_late, is_made, late_results, run_again, why_not
+from .regenerate import EARLY
+
+NORMALISATIONS = (LayerNorm, RmsNorm, GroupNorm, BatchNorm)
+MOVES = (Shape, SliceUpdate, Concat)
+
+
+@register_transformation
+class Renormalize(Recompute):
+    """Level 3: a normalised value is computed again from its input; the statistics are kept, as backward reads them.
+
+    ATen's kernels take no statistics and find the same ones again. A kernel that can use those of forward asks
+    `recompute.originals` for the op that has them.
+    """
+
+    name = "renormalize"
+
+    def late(self, op: Op) -> list[Value]:
+        if op.definition not in NORMALISATIONS:
+            return []
+        return [r for r in late_results(op) if r is op.results[0]]
+
+    def copy(self, op: Op, new: dict[Value, Value]) -> Op:
+        if op.definition is not BatchNorm or not op.training:
+            return super().copy(op, new)
+        # without running statistics: they are no part of the value, and their memory gets the new ones in forward
+        operands = [None if v is None else new.get(v, v) for v in (op.x, op.weight, op.bias)]
+        builder = StepBuilder(Block(), None, op.loc)
+        return BatchNorm.build(builder, *operands, training=True, momentum=op.momentum, eps=op.eps).detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far computing again goes; the module's docstring says what each means."""
+
+    ops: int = 30
+    reads: float = 4.0
+    joins: float = 0.6  # more than half, so that an f32 residual sum is not given up for its 16-bit branch
+    least: int = 4096  # values of fewer bytes are kept for nothing
+
+
+def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
+    """Keeps as few bytes of forward for backward as it can; gives the recipe of it.
+
+    forbid: keys or patterns of `recompute` and `renormalize` opportunities that are not taken.
+    """
+    return take(module, choose(module, forbid, limits))
+
+
+def choose(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
+    """The keys of what `cut` would apply, consumers before their producers. The program stays as it is."""
+    names = site_names(module)
+    found: list[str] = []
+    with collector_paused():
+        for function in functions(module):
+            values = Values(function.regions[0].block, limits or Limits())
+            if forbid:
+                values.cheap -= {op for op in values.cheap if matches(opportunity(op, names), forbid)}
+            found += [opportunity(op, names).key for op in reversed(minimum(values))]
+    return found
+
+
+def take(module: Op, keys: Iterable[str]) -> list[str]:
+    """Applies `recompute` and `renormalize` keys all at once, in one walk per function; gives them back."""
+    hows = {how.name: how for how in (Recompute(), Renormalize())}
+    places = sites(module)
+    by_block: dict[Block, dict[Op, str]] = {}
+    keys = list(dict.fromkeys(keys))
+    for key in keys:
+        name, _, site = key.partition(" ")
+        op = places.get(site)
+        if name not in hows or op is None or op.parent is None:
+            raise InputError(f"the program has no opportunity {key!r}{near(site, places)}")
+        by_block.setdefault(op.parent, {})[op] = key
+    for block, chosen in by_block.items():
+        given_back = set(block.last.operands) if block.last is not None else set()
+        for op, key in chosen.items():
+            reason = why_not(op, hows[key.partition(" ")[0]].late(op), given_back)
+            if reason:
+                raise InputError(f"{key!r} is not possible: {reason}")
+        run_again([(hows[key.partition(" ")[0]], op) for op, key in chosen.items()])
+        merge(block)
+    return keys
+
+
+def opportunity(op: Op, names: dict[Op, str]) -> Opportunity:
+    """What a cheap op is computed again by."""
+    return Opportunity((Renormalize if op.definition in NORMALISATIONS else Recompute).name, names[op])
+
+
+def is_cheap(op: Op) -> bool:
+    """Whether a fused kernel computes the first result of the op on the way, from its operands and statistics."""
+    if not op.operands or not op.definition.pure:
+        return False
+    if op.definition in NORMALISATIONS or op.definition is Random:
+        return True
+    return len(op.results) == 1 and (getattr(op.definition, "pointwise", False) or issubclass(op.definition, MOVES))
+
+
+def is_view(op: Op) -> bool:
+    return getattr(op.definition, "views", False) and len(op.operands) == 1
+
+
+def base_of(value: Value) -> Value:
+    """The value whose memory a view shows; any other value itself."""
+    while value.op is not None and is_view(value.op):
+        value = value.op.operands[0]
+    return value
+
+
+@dataclass(slots=True)
+class Values:
+    """What there is to decide about in one block."""
+
+    block: Block
+    limits: Limits
+    early: list[Op] = field(default_factory=list)
+    cheap: set[Op] = field(default_factory=set)  # ops of forward that may be computed again
+    read: list[Value] = field(default_factory=list)  # values of forward that a later phase reads
+    given_back: set[Value] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        read: dict[Value, None] = {}
+        for op in self.block:
+            if op.phase in EARLY:
+                self.early.append(op)
+                if is_cheap(op):
+                    self.cheap.add(op)
+            elif is_late(op):
+                read.update((v, None) for v in op.operands if v.op is not None and v.op.phase in EARLY)
+        self.read = list(read)
+        if self.block.last is not None:
+            self.given_back.update(map(base_of, self.block.last.operands))
+
+    def is_there(self, value: Value) -> bool:
+        """Whether keeping a value costs nothing: an argument, a constant, a result of the step, a few bytes."""
+        base = base_of(value)
+        if not is_made(base) or base in self.given_back or bytes_of(base) < self.limits.least:
+            return True
+        return base.op is not None and base.op.phase not in EARLY
+
+    def cost(self, value: Value) -> int:
+        """What keeping a value costs. A view is kept by keeping what it shows."""
+        return UNBOUNDED if is_view(value.op) and value.op in self.cheap else bytes_of(value)  # type: ignore[arg-type]
+
+    def sources(self, value: Value) -> list[Value] | None:
+        """What a value is computed again from, beside what is there anyway; None where it cannot be."""
+        op = value.op
+        assert op is not None
+        if op not in self.cheap or value is not op.results[0]:
+            return None
+        operands = dict.fromkeys(op.operands)
+        if op.definition in NORMALISATIONS:
+            operands.update((r, None) for r in op.results[1:3] if r.uses)
+        return [v for v in operands if not self.is_there(v)]
+
+
+def minimum(values: Values) -> list[Op]:
+    """The ops to compute again, in program order: the minimum cut within the limits."""
+    wanted = [v for v in values.read if not values.is_there(v)]
+    sources: dict[Value, list[Value] | None] = {}  # of every value that matters
+    pending = list(wanted)
+    while pending:
+        value = pending.pop()
+        if value not in sources:
+            sources[value] = made_of = values.sources(value)
+            pending += made_of or ()
+    # statistics before what is normalised with them
+    order = [r for op in values.early for r in reversed(op.results) if r in sources]
+    number = {v: 2 * n for n, v in enumerate(order)}  # the value as it is made; one more is the value as it is read
+    start, end = 2 * len(order), 2 * len(order) + 1
+    network = Network(end + 1)
+    for value, surplus in zip(order, joined(order, sources), strict=True):
+        made_of, node = sources[value], number[value]
+        network.add(node, node + 1, values.cost(value))
+        if made_of is None:
+            network.add(start, node, UNBOUNDED)
+            continue
+        for source in made_of:
+            network.add(number[source] + 1, node, UNBOUNDED)
+        if surplus:
+            network.add(start, node, int(values.limits.joins * surplus))
+    for value in wanted:
+        network.add(number[value] + 1, end, UNBOUNDED)
+    while True:
+        network.push(start, end)
+        behind = network.before_sink(end)
+        kept = {v for v, node in number.items() if behind[node + 1] and not behind[node]}
+        again = needed(wanted, kept, sources)
+        beyond = beyond_limits([v for v in order if v in again], kept, sources, values.limits)
+        if not beyond:
+            return [v.op for v in order if v in again and v.op is not None]
+        for value in beyond:
+            network.add(start, number[value], UNBOUNDED)
+
+
+def joined(order: Sequence[Value], sources: dict[Value, list[Value] | None]) -> list[int]:
+    """Of each value the bytes that its op reads beyond its largest operand, of operands that have another origin."""
+    origin: dict[Value, int] = {}  # a bit per value that forward alone can make
+    found: list[int] = []
+    for value in order:
+        made_of = sources[value]
+        covered = surplus = 0
+        if made_of is None:
+            covered = 1 << len(found)
+        for source in sorted(made_of or (), key=bytes_of, reverse=True):
+            if covered and origin[source] & ~covered:
+                surplus += bytes_of(source)
+            covered |= origin[source]
+        origin[value] = covered
+        found.append(surplus)
+    return found
+
+
+def needed(wanted: Sequence[Value], kept: set[Value], sources: dict[Value, list[Value] | None]) -> set[Value]:
+    """The values that have to be computed again where these are kept."""
+    again: set[Value] = set()
+    pending = [v for v in wanted if v not in kept]
+    while pending:
+        value = pending.pop()
+        if value not in again:
+            again.add(value)
+            pending += [v for v in sources[value] or () if v not in kept]
+    return again
+
+
+def beyond_limits(
+    again: Sequence[Value], kept: set[Value], sources: dict[Value, list[Value] | None], limits: Limits
+) -> list[Value]:
+    """The first values on each way that take too many ops or read too much; what follows starts anew from them."""
+    beyond: list[Value] = []
+    leaves: dict[Value, set[Value]] = {v: {v} for v in kept}
+    cones: dict[Value, set[Value]] = {}
+    for value in again:
+        op, made_of = value.op, sources[value] or []
+        assert op is not None
+        leaves[value] = set().union(*[leaves[v] for v in made_of])
+        cones[value] = set().union(*[cones.get(v, ()) for v in made_of])
+        if is_view(op):
+            continue
+        cones[value].add(value)
+        read = sum(map(bytes_of, leaves[value]))
+        if len(cones[value]) > limits.ops or read > limits.reads * bytes_of(value):
+            beyond.append(value)
+            leaves[value], cones[value] = {value}, set()
+    return beyond
+
+
+def merge(block: Block) -> None:
+    """Merges copies with ops of later phases that compute the same, such as numbers drawn again; the first stays."""
+    known: dict[object, Op] = {}
+    for op in block:
+        if not is_late(op) or not op.definition.pure or not op.results:
+            continue
+        attributes = frozenset([(k, freeze(v)) for k, v in op.attributes.items() if k not in ("phase", "again")])
+        first = known.setdefault((op.definition, op.operands, attributes), op)
+        if first is not op and (first.attributes.get("again") or op.attributes.get("again")):
+            for old, new in zip(op.results, first.results, strict=True):
+                old.replace_by(new)
+            op.erase()
+
+
+def kept_values(block: Block) -> list[Value]:
+    """Values that forward makes and a later phase reads, each memory once: a view counts as what it is a view of."""
+    found: dict[Value, None] = {}
+    for op in block:
+        if is_late(op):
+            for value in op.operands:
+                base = base_of(value)
+                if is_made(base) and base.op is not None and base.op.phase in EARLY:
+                    found[base] = None
+    return list(found)
+
+
+def kept_bytes(module: Op) -> int:
+    """Bytes of forward that later phases read, in all functions."""
+    return sum(bytes_of(v) for f in functions(module) for v in kept_values(f.regions[0].block))

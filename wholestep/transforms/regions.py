@@ -1,0 +1,220 @@
+"""Pieces of a program as the body of one kernel: which ops belong to it, what goes in and out, and its loop form.
+
+Views cost nothing and are no work of their own: a piece takes along the views and constants that its ops look through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..dialects.loop import NoSchedule, Schedule, schedule
+from ..dialects.step.base import StepOp
+from ..ir.builtin import add_function, finish_function, module
+from ..ir.core import Op, Value
+from ..ir.hashing import structural_hash
+from ..ir.types import TensorType
+from .expand import expand_where, has_expansion
+from .loops import NotLoops, is_primitive, lowered
+
+#: a kernel has at most so many tensors, and so many ops
+POINTERS, OPS = 30, 240
+#: the longest row of which a kernel needs everything at once
+LONGEST_ROW = 1 << 17
+
+
+def is_view(op: Op) -> bool:
+    """An op that only looks at memory in another way."""
+    return bool(getattr(op.definition, "views", False))
+
+
+def is_source(op: Op) -> bool:
+    """An op that makes its value out of nothing."""
+    return not op.operands and bool(op.results)
+
+
+def base(value: Value) -> Value:
+    """The value that a view, seen through any number of views, looks at."""
+    while (op := value.op) is not None and is_view(op):
+        value = op.operands[0]
+    return value
+
+
+@dataclass(slots=True)
+class Piece:
+    """Ops that would be one kernel, in program order, with the views and constants they need."""
+
+    ops: list[Op]
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+@dataclass(slots=True)
+class Body:
+    """A piece as a function, and its loop form or why it has none."""
+
+    function: Op | None
+    kernel: Op | None = None
+    schedule: Schedule | None = None
+    why_not: str = ""
+
+
+def piece_of(members: Iterable[Op], position: dict[Op, int]) -> Piece:
+    """The piece that some ops make; `position` is that of every op of the function."""
+    chosen = set(members)
+    ops: dict[Op, None] = dict.fromkeys(chosen)
+    direct = {v for op in chosen for v in op.operands}
+    inputs: dict[Value, None] = {}
+
+    def need(value: Value) -> None:
+        op = value.op
+        if op is None or op in chosen:
+            if op is None:
+                inputs[value] = None
+            return
+        if is_source(op):
+            ops[op] = None
+        elif is_view(op) and goes_inside(value, chosen, direct):
+            ops[op] = None
+            need(op.operands[0])
+        else:
+            inputs[value] = None
+
+    for op in sorted(chosen, key=position.__getitem__):
+        for value in op.operands:
+            need(value)
+    inside = sorted(ops, key=position.__getitem__)
+    outputs = [
+        r for op in inside if op in chosen for r in op.results if any(reads_outside(user, r, ops) for user in r.uses)
+    ]
+    order = {value: i for i, value in enumerate(v for op in inside for v in op.operands)}
+    return Piece(inside, sorted(inputs, key=lambda v: order.get(v, 0)), outputs)
+
+
+def goes_inside(value: Value, chosen: set[Op], direct: set[Value]) -> bool:
+    """Whether a view is taken inside of the kernel. A slice of something else is left to strides, so that only what it
+    shows is an operand."""
+    root = base(value)
+    if root.op in chosen or root in direct:
+        return True
+    while (op := value.op) is not None and is_view(op):
+        if op.name == "step.slice":
+            return False
+        value = op.operands[0]
+    return True
+
+
+def reads_outside(user: Op, value: Value, ops: dict[Op, None]) -> bool:
+    """Whether a reader of a value is not part of the piece; a view inside may be read from outside as well."""
+    if user not in ops:
+        return True
+    return is_view(user) and any(reads_outside(u, user.results[0], ops) for u in user.results[0].uses)
+
+
+def body_of(piece: Piece, name: str = "region") -> Op:
+    """The piece as a function of the step dialect, in a module of its own."""
+    root = module()
+    function = add_function(root, name, [v.type for v in piece.inputs], loc=piece.ops[-1].loc)
+    block = function.regions[0].block
+    mapping = dict(zip(piece.inputs, block.arguments, strict=True))
+    for op in piece.ops:
+        copy = op.clone(mapping)
+        block.append(copy)
+        mapping.update(zip(op.results, copy.results, strict=True))
+    finish_function(function, [mapping[v] for v in piece.outputs])
+    return function
+
+
+@dataclass(slots=True)
+class Bodies:
+    """The bodies of pieces; pieces of equal structure, such as those of equal layers, are looked at once."""
+
+    known: dict[tuple[str, tuple[int, ...]], Body] = field(default_factory=dict)
+
+    def __call__(self, piece: Piece) -> Body:
+        key = (structural_hash(piece.ops, ("phase",)), self.shown(piece))
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self.make(piece)
+        return found
+
+    def shown(self, piece: Piece) -> tuple[int, ...]:
+        """Which results are seen from outside."""
+        wanted = set(piece.outputs)
+        return tuple(i for i, r in enumerate(r for op in piece.ops for r in op.results) if r in wanted)
+
+    def make(self, piece: Piece) -> Body:
+        problem = self.problem(piece)
+        if problem:
+            return Body(None, why_not=problem)
+        function = body_of(piece)
+        try:
+            kernel = lowered(function)
+            walk = schedule(kernel)
+        except (NotLoops, NoSchedule) as error:
+            return Body(function, why_not=str(error))
+        largest = max((v.type.size for op in piece.ops for v in (*op.operands, *op.results)), default=1)
+        points = 1
+        for n in walk.sizes:
+            points *= n
+        if points > largest:
+            return Body(function, why_not="they walk different dimensions")
+        row = 1
+        for d in walk.row:
+            row *= walk.sizes[d]
+        if walk.along and walk.outer and row > LONGEST_ROW and comes_back(kernel, walk):
+            return Body(function, why_not=f"a row of {row:,} elements would be needed at once")
+        return Body(function, kernel, walk)
+
+    def problem(self, piece: Piece) -> str:
+        for op in piece.ops:
+            for value in (*op.operands, *op.results):
+                if not isinstance(value.type, TensorType) or value.type.element.kind == "complex":
+                    return "complex numbers"
+                if value.type.element.text not in ELEMENTS:
+                    return f"elements of type {value.type.element}"
+                if not value.type.size:
+                    return "an empty tensor"
+        if len(piece.inputs) + len(piece.outputs) > POINTERS:
+            return f"more than {POINTERS} tensors in one kernel"
+        if len(piece.ops) > OPS:
+            return f"more than {OPS} ops in one kernel"
+        return ""
+
+
+ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
+
+
+def comes_back(kernel: Op, walk: Schedule) -> bool:
+    """Whether some store along the row needs a reduction over it first."""
+    from ..dialects.loop import Store, varying  # noqa: PLC0415
+
+    dims = varying(kernel)
+    row = set(walk.row)
+    behind: set[Value] = set()
+    for op in kernel.regions[0].block:
+        if op in walk.along or any(v in behind for v in op.operands):
+            behind.update(op.results)
+            if op.definition is Store and op.operands[0] in behind and dims[op.operands[0]] & row:
+                return True
+    return False
+
+
+def could_be_pieces(op: Op) -> bool:
+    """Whether everything an op consists of could be part of a kernel."""
+    root = module()
+    function = add_function(root, "one", [v.type for v in op.operands])
+    block = function.regions[0].block
+    copy = op.clone(dict(zip(op.operands, block.arguments, strict=False)))
+    block.append(copy)
+    finish_function(function, copy.results)
+    expand_where(function, lambda o: has_expansion(o) and not is_primitive(o))
+    return all(o.definition.terminator or is_primitive(o) for o in block)
+
+
+def is_step(op: Op) -> bool:
+    return issubclass(op.definition, StepOp)
+
+
+def values_of(ops: Sequence[Op]) -> list[Value]:
+    return [r for op in ops for r in op.results]
