@@ -35,14 +35,15 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, masks, offload, recompute, regenerate  # noqa: F401  (they register their passes)
+from .transforms import casts, kept, layout, masks, offload, recompute, regenerate  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
+from .transforms.layout import own_strides
 from .transforms.opportunity import do_nothing, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
-BY_ITSELF = {"cuda": ("pad",)}
+BY_ITSELF = {"cuda": ("pad", "channels_last")}
 
 
 def compile(
@@ -178,6 +179,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=[p for p in options.forbid if not p.startswith("fuse ")],
         levels=range(1, options.level + 1),
     )
+    fuses = choices_of(step, device) is not None
+    if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
+        recipe += kept.cut(program.module, [p for p in options.forbid if not p.startswith("fuse ")])
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
@@ -326,6 +330,8 @@ def argument_strides(program: Program, step: TrainStep, batch: Any) -> list[tupl
             tensor = given[slot.source[1]] if dense else None
         fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == slot.type.shape
         found.append(tuple(tensor.stride()) if fits else None)
+    for index, strides in own_strides(program.function).items():
+        found[index] = strides
     return found
 
 

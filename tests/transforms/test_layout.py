@@ -26,8 +26,8 @@ from wholestep.ir.verify import verify
 from wholestep.plan import Plan, plan_function
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import layout
-from wholestep.transforms.cut import SINK, SOURCE, Network
-from wholestep.transforms.layout import ChannelsLast, Preference, channels_last, own_strides, strides_in
+from wholestep.transforms.flow import Network
+from wholestep.transforms.layout import SINK, SOURCE, ChannelsLast, Preference, channels_last, own_strides, strides_in
 from wholestep.transforms.opportunity import Opportunity, transform
 
 FORCE = ["channels_last *"]
@@ -455,7 +455,7 @@ def test_the_cut_is_the_cheapest_of_all_splits() -> None:
     rng = random.Random(0)
     for _ in range(200):
         count = rng.randint(1, 7)
-        network, edges = Network(), []
+        network, edges = Network(2), []
         for _ in range(count):
             network.node()
         for _ in range(rng.randint(1, 20)):
@@ -466,14 +466,14 @@ def test_the_cut_is_the_cheapest_of_all_splits() -> None:
         for bits in itertools.product((False, True), repeat=count):
             side = [True, False, *bits]
             costs[tuple(side)] = sum(c for t, h, c in edges if side[t] and not side[h])
-        cost, side = network.cut()
+        cost, side = network.push(SOURCE, SINK), network.after_source(SOURCE)
         assert cost == min(costs.values()) == costs[tuple(side)]
         assert sum(side) == min(sum(s) for s, c in costs.items() if c == cost)
 
 
 def test_a_large_cut_is_quick() -> None:
     """A chain of 30,000 ops with a kernel for every third: what very deep networks look like."""
-    network = Network()
+    network = Network(2)
     start = time.process_time()
     before = SINK
     for i in range(30_000):
@@ -484,6 +484,6 @@ def test_a_large_cut_is_quick() -> None:
             network.add(SOURCE, node, 2000 + i % 11)
             network.add(node, SINK, 20 + i % 5)
         before = node
-    cost, side = network.cut()
+    cost, side = network.push(SOURCE, SINK), network.after_source(SOURCE)
     assert time.process_time() - start < 2
     assert all(side[2:]) and cost == 900 + sum(20 + i % 5 for i in range(0, 30_000, 3))

@@ -63,9 +63,15 @@ OUT: dict[str, Callable[..., Any]] = {
 
 
 def writer(op: Op, dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
-    """The call that computes a pointwise op and writes another float type."""
-    function = OUT[op.name]
-    return lambda *tensors: function(*tensors, out=torch.empty(0, dtype=dtype, device=device))
+    """The call that computes a pointwise op and writes another float type, laid out as its first full operand."""
+    function, shape = OUT[op.name], op.result.type.shape
+
+    def run(*tensors: Any) -> Any:
+        like = next((t for t in tensors if isinstance(t, torch.Tensor) and tuple(t.shape) == shape), None)
+        out = torch.empty(0, dtype=dtype, device=device) if like is None else torch.empty_like(like, dtype=dtype)
+        return function(*tensors, out=out)
+
+    return run
 
 
 def is_float_cast(op: Op) -> bool:

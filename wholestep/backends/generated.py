@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..dialects.loop import Load, Store, outputs_of, space_of
+from ..dialects.loop import Load, Store, outputs_of, schedule, space_of
 from ..dialects.step import torch_dtype
 from ..dialects.strides import is_dense, row_major, same_places
 from ..ir.core import Op, Value
@@ -85,7 +85,11 @@ def strides_in_order(store: Op, shape: Sequence[int], order: dict[int, int]) -> 
 
 
 def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec]) -> list[frozenset[int]]:
-    """Per result: operands whose memory it may take. Each point must read exactly the element that it writes."""
+    """Per result: operands whose memory it may take.
+
+    Each point must read exactly the element that it writes, and write it in the last walk over its row: kernels of long
+    rows walk them once per reduction that others wait for, and read again what they have read before.
+    """
     if kernel is None:
         return [frozenset() for _ in results]
     block = kernel.regions[0].block
@@ -96,10 +100,15 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
         if op.definition is Load:
             loads.setdefault(op.operands[0], []).append(op)
     stores = {op.operands[1]: op for op in block if op.definition is Store}
+    walks = walks_before(kernel)
+    last = max(walks[op.operands[0]] for op in stores.values())
     found = []
     for argument, result in zip(outputs_of(kernel), results, strict=True):
         store = stores[argument]
-        taken = set()
+        taken: set[int] = set()
+        if walks[store.operands[0]] < last:
+            found.append(frozenset(taken))
+            continue
         for number, spec in enumerate(operands):
             if spec.shape != result.shape or spec.dtype != result.dtype:
                 continue
@@ -112,6 +121,17 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
             ):
                 taken.add(number)
         found.append(frozenset(taken))
+    return found
+
+
+def walks_before(kernel: Op) -> dict[Value, int]:
+    """Of each number, how many walks over the row must be over before it is known."""
+    along = set(schedule(kernel).along)
+    found: dict[Value, int] = {}
+    for op in kernel.regions[0].block:
+        behind = max((found.get(v, 0) for v in op.operands), default=0)
+        for result in op.results:
+            found[result] = behind + (op in along)
     return found
 
 

@@ -36,6 +36,7 @@ _FILL = {
     "aten::new_full": None,
     "aten::scalar_tensor": None,
 }
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _COPY = {"aten::clone", "aten::_to_copy", "aten::lift_fresh_copy"}
 
 
@@ -395,15 +396,16 @@ def as_kernels_lay_out(name: str, args: tuple[Any, ...], made: Any) -> Any:
 
 def channels_last(tensor: torch.Tensor) -> bool:
     """Whether channels, and not columns, are neighbours in memory."""
-    last = torch.channels_last
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+    last = _CHANNELS_LAST.get(tensor.dim())
+    return last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
 
 
 def with_channels_last(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or tensor.dim() != 4:
+    if tensor is None or tensor.dim() not in _CHANNELS_LAST:
         return tensor
-    _, c, h, w = tensor.shape
-    return tensor.as_strided(tensor.shape, (c * h * w, 1, c * w, c))
+    order = (0, *range(2, tensor.dim()), 1)
+    laid = row_major([tensor.shape[d] for d in order])
+    return tensor.as_strided(tensor.shape, [laid[order.index(d)] for d in range(tensor.dim())])
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

@@ -38,6 +38,11 @@ def same_places(shape: Sequence[int], left: Sequence[int], right: Sequence[int])
     return all(a == b or s == 1 for s, a, b in zip(shape, left, right, strict=True))
 
 
+def is_laid_out(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether a tensor fills its memory with its dimensions in this order."""
+    return same_places([shape[d] for d in order], [strides[d] for d in order], row_major([shape[d] for d in order]))
+
+
 def reshaped(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> Strides | None:
     """Strides under a new shape without moving an element; None where elements would have to move.
 
@@ -85,4 +90,6 @@ def view_of(op: Op, shape: tuple[int, ...], strides: Strides) -> tuple[Strides, 
         return (*strides[:dim], strides[dim] * stride, *strides[dim + 1 :]), start * strides[dim]
     if name == "step.detach":
         return strides, 0
+    if name == "step.layout":
+        return (strides, 0) if is_laid_out(shape, strides, op.attributes["order"]) else None
     return None

@@ -203,8 +203,8 @@ class _Flattener:
         if flat.kind[base] == HOST:
             return False
         found = view_of(op, flat.type[base].shape, flat.strides[base])
-        if found is None:
-            return False
+        if found is None or (op.definition.converts and flat.type[base] is not op.operands[0].type):  # type: ignore[attr-defined]
+            return False  # (it does the cast that was absorbed before it)
         strides, offset = found
         element = flat.type[base].element  # not the op's own where a cast before it is absorbed
         value = flat.value(VIEW, TensorType(op.result.type.shape, element), strides, number, flat.made_by[base])

@@ -65,8 +65,14 @@ class OwnState:
         assert self.options.ema is not None
         return 1 - self.options.ema if self.averaged else 1.0
 
-    def fetch(self, slot: Slot, parameters: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The tensor of a slot, made where it is not there yet."""
+    def fetch(
+        self,
+        slot: Slot,
+        parameters: Mapping[str, torch.Tensor],
+        device: torch.device,
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """The tensor of a slot, made where it is not there yet: with these strides, else as its parameter lies."""
         found = self.tensors.get(slot.source)
         dtype = torch_dtype(slot.type.element)
         if slot.kind == "scaler":
@@ -78,7 +84,9 @@ class OwnState:
         fqn = slot.source[1]
         parameter = parameters[fqn].detach()
         if found is None or found.dtype != dtype or found.shape != parameter.shape or found.device != device:
-            found = self.tensors[slot.source] = parameter.to(dtype, copy=True)
+            laid = tuple(torch.empty_like(parameter).stride()) if strides is None else strides
+            found = torch.empty_strided(parameter.shape, laid, dtype=dtype, device=parameter.device).copy_(parameter)
+            self.tensors[slot.source] = found
         elif slot.kind == "copy" and self._versions.get(fqn) != mark(parameters[fqn]):
             found.copy_(parameter)
         if slot.kind == "copy":

@@ -38,6 +38,7 @@ from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.layout import own_strides
 from ..transforms.opportunity import Opportunity, opportunities
 from . import own_state
 from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature
@@ -81,6 +82,8 @@ class Compiled:
         #: the transformations that were applied, by their keys
         self.recipe = list(recipe)
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
+        #: strides of what the step lays out itself, by the source of its slot
+        self.laid = {program.slots[i].source: s for i, s in own_strides(program.function).items()}
         #: numbers of the results that are not new state
         self.returned = [i for i, r in enumerate(program.results) if r.slot is None]
         #: whether the program may hold an update back, so that counters live on its device
@@ -511,7 +514,7 @@ class TrainStep:
         if kind == "random_key":
             return self._own.key()
         if kind in own_state.KINDS:
-            return self._own.fetch(slot, captured.parameters, compiled.device)
+            return self._own.fetch(slot, captured.parameters, compiled.device, compiled.laid.get(source))
         if source == ("ema_weight",):
             return self._as_tensor(slot, self._own.ema_weight())
         if kind == "optimizer_state":

@@ -17,6 +17,11 @@ class Network:
         self.to: list[int] = []
         self.left: list[int] = []  # what an edge can still take
 
+    def node(self) -> int:
+        """One more node."""
+        self.edges.append([])
+        return len(self.edges) - 1
+
     def add(self, tail: int, head: int, capacity: int) -> None:
         """An edge; its reverse has no capacity of its own."""
         self.edges[tail].append(len(self.to))
@@ -82,6 +87,18 @@ class Network:
                 following[node] += 1
             else:
                 return total
+
+    def after_source(self, source: int) -> list[bool]:
+        """Of each node whether it lies on the source's side of the minimum cut that is nearest to the source."""
+        side = [False] * len(self.edges)
+        side[source] = True
+        pending = [source]
+        while pending:
+            for edge in self.edges[pending.pop()]:
+                if self.left[edge] and not side[self.to[edge]]:
+                    side[self.to[edge]] = True
+                    pending.append(self.to[edge])
+        return side
 
     def before_sink(self, sink: int) -> list[bool]:
         """Of each node whether it lies on the sink's side of the minimum cut that is nearest to the sink."""

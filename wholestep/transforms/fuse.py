@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..dialects.step import constant_value
 from ..dialects.step.control import root_of
 from ..dialects.step.fused import Fused
@@ -38,9 +40,56 @@ class Group:
     """Ops that are one kernel so far."""
 
     members: list[Op]
-    before: int = 0  # groups that must run first, and those that can only run after it, as sets of bits
-    after: int = 0
     points: int = 1
+
+
+class Reach:
+    """What must run before what, as one row of bits per op; ops of one group must run together."""
+
+    def __init__(self, nodes: list[Op]):
+        self.nodes = nodes
+        self.number = {op: i for i, op in enumerate(nodes)}
+        self.before = np.zeros((len(nodes), -(-len(nodes) // 64)), np.uint64)
+        for i, op in enumerate(nodes):
+            for value in op.operands:
+                maker = self.number.get(value.op) if value.op is not None else None
+                if maker is not None:
+                    self.before[i] |= self.before[maker]
+                    self.before[i, maker >> 6] |= np.uint64(1 << (maker & 63))
+
+    def bits(self, ops: Iterable[Op]) -> np.ndarray:
+        found = np.zeros(self.before.shape[1], np.uint64)
+        for op in ops:
+            i = self.number[op]
+            found[i >> 6] |= np.uint64(1 << (i & 63))
+        return found
+
+    def between(self, a: Sequence[Op], b: Sequence[Op]) -> Op | None:
+        """An op that reads from one of two groups and that the other needs. Views come along with their readers."""
+        inside = {*a, *b}
+        for group, needed in ((a, self.before[self.number[b[0]]]), (b, self.before[self.number[a[0]]])):
+            pending = [u for op in group for r in op.results for u in r.uses]
+            seen = set(inside)
+            while pending:
+                user = pending.pop()
+                i = self.number.get(user)
+                if user in seen or i is None:
+                    continue
+                seen.add(user)
+                if is_view(user):
+                    pending += user.results[0].uses
+                elif int(needed[i >> 6]) >> (i & 63) & 1:
+                    return user
+        return None
+
+    def unite(self, members: Sequence[Op]) -> None:
+        """From now on these run together, after everything that any of them needs."""
+        own = self.bits(members)
+        rows = [self.number[op] for op in members]
+        needed = np.bitwise_or.reduce(self.before[rows], axis=0) & ~own
+        later = ((self.before & own) != 0).any(axis=1)
+        self.before[later] |= needed | own
+        self.before[rows] = needed
 
 
 @dataclass(slots=True)
@@ -188,36 +237,18 @@ class Fuser:
 
     def join(self, ops: list[Op]) -> list[Group]:
         """The groups of some ops: every op is one to begin with."""
-        groups: dict[Op, Group] = {}
-        nodes = [op for op in ops if not is_source(op)]
-        bit = {op: 1 << i for i, op in enumerate(nodes)}
-        self.bit = bit
-        before: dict[Op, int] = {}
-        for op in nodes:
-            found = 0
-            for value in op.operands:
-                maker = value.op
-                if maker in bit:
-                    found |= before[maker] | bit[maker]
-            before[op] = found
-        after = dict.fromkeys(nodes, 0)
-        for op in reversed(nodes):
-            for value in op.operands:
-                maker = value.op
-                if maker in bit:
-                    after[maker] |= after[op] | bit[op]
-        for op in nodes:
-            size = max((v.type.size for v in (*op.operands, *op.results)), default=1)
-            groups[op] = Group([op], before[op], after[op], size)
-        self.groups = groups
-        self.nodes = nodes
-        for op in nodes:
+        self.nodes = [op for op in ops if not is_source(op)]
+        self.reach = Reach(self.nodes)
+        self.groups = groups = {
+            op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
+        }
+        for op in self.nodes:
             if self.is_fusible(op):
                 for value in sorted(self.read(op), key=lambda v: -v.type.bytes):
                     maker = value.op
                     if maker in groups and self.is_fusible(maker) and groups[maker] is not groups[op]:
                         self.try_join(groups[maker], groups[op], maker, op)
-        self.join_siblings(nodes)
+        self.join_siblings(self.nodes)
         chosen = {id(g): g for g in groups.values() if self.is_fusible(g.members[0]) or self.stands_alone(g.members[0])}
         return list(chosen.values())
 
@@ -262,18 +293,9 @@ class Fuser:
             return f"one is part of {producer.phase}, the other of {consumer.phase}"
         if a.points * SMALLER < b.points and len(a.members) > 2:
             return "the first would be computed again for every row of the second"
-        between = a.after & b.before | b.after & a.before
-        inside = 0
-        for op in (*a.members, *b.members):
-            inside |= self.bit[op]
-        # views between the two come along, others would have to run in between
-        rest = between & ~inside
-        while rest:
-            low = rest & -rest
-            op = self.nodes[low.bit_length() - 1]
-            if not (is_view(op) and base(op.results[0]).op in self.in_groups(a, b)):
-                return f"{self.names[op]} must run between them"
-            rest ^= low
+        between = self.reach.between(a.members, b.members)
+        if between is not None:
+            return f"{self.names[between]} must run between them"
         position = self.position
         piece = piece_of([*a.members, *b.members], position)
         return self.bodies(piece).why_not
@@ -287,29 +309,13 @@ class Fuser:
             return False
         return sum(v.type.bytes for v in piece.inputs) <= sum(v.type.bytes for v in piece.outputs)
 
-    def in_groups(self, a: Group, b: Group) -> set[Op]:
-        return {*a.members, *b.members}
-
     def unite(self, a: Group, b: Group) -> None:
-        """Makes two groups one, and tells everything before and after it."""
+        """Makes two groups one."""
         members = sorted([*a.members, *b.members], key=self.position.__getitem__)
-        own = 0
-        for op in members:
-            own |= self.bit[op]
-        before, after = (a.before | b.before) & ~own, (a.after | b.after) & ~own
-        joined = Group(members, before, after, max(a.points, b.points))
+        self.reach.unite(members)
+        joined = Group(members, max(a.points, b.points))
         for op in members:
             self.groups[op] = joined
-        for bits, name, more in ((after, "before", before | own), (before, "after", after | own)):
-            seen: set[int] = set()
-            rest = bits
-            while rest:
-                low = rest & -rest
-                rest ^= low
-                group = self.groups[self.nodes[low.bit_length() - 1]]
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    setattr(group, name, getattr(group, name) | more)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +370,9 @@ class Fuser:
                     continue
                 missing = [v.op for v in top.operands if v.op is not None and v.op not in placed]
                 if missing:
-                    stack += [m for m in missing if m is not None]
+                    if any(m in stack for m in missing):
+                        raise AssertionError(f"{top.name} would have to run before itself")
+                    stack += missing
                 else:
                     placed.add(top)
                     order.append(stack.pop())

@@ -28,7 +28,7 @@ from ..ir.collector import collector_paused
 from ..ir.core import Block, Op, Value
 from .flow import UNBOUNDED, Network
 from .opportunity import Opportunity, matches, near, register_transformation, site_names, sites
-from .recompute import Recompute, bytes_of, is_late, is_made, late_results, run_again, why_not
+from .recompute import Recompute, bytes_of, is_late, is_made, run_again, why_not
 from .regenerate import EARLY
 
 NORMALISATIONS = (LayerNorm, RmsNorm, GroupNorm, BatchNorm)
@@ -45,10 +45,8 @@ class Renormalize(Recompute):
 
     name = "renormalize"
 
-    def late(self, op: Op) -> list[Value]:
-        if op.definition not in NORMALISATIONS:
-            return []
-        return [r for r in late_results(op) if r is op.results[0]]
+    def makes(self, op: Op) -> Sequence[Value]:
+        return op.results[:1] if op.definition in NORMALISATIONS else ()
 
     def copy(self, op: Op, new: dict[Value, Value]) -> Op:
         if op.definition is not BatchNorm or not op.training:

@@ -19,11 +19,13 @@ from ..dialects.step.reductions import Reduction
 from ..dialects.strides import Strides, reshaped, same_places
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .cut import FOREVER, SINK, SOURCE, Network
+from .flow import UNBOUNDED, Network
 from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
 
 Order = tuple[int, ...]
 ROWS, LAST = 0, 1
+#: nodes of the network: what is cut off from the source lies row by row
+SOURCE, SINK = 0, 1
 #: ops that write as they read, beside pointwise ones and updates; the second only images, not volumes
 FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.max_pool", "step.max_pool_grad", "step.concat"})
 FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive_avg_pool"}) | {
@@ -158,7 +160,7 @@ class Decision:
 
     def __init__(self, module: Op, function: Op, preference: Preference):
         self.function = function
-        self.network = Network()
+        self.network = Network(2)
         self.node: dict[Value, int] = {}
         #: how a value lies under either label; only values for which that makes a difference are here
         self.orders: dict[Value, tuple[Order, Order]] = {}
@@ -173,7 +175,8 @@ class Decision:
         self.preference = preference
         self.walk(module)
         self.connect()
-        _, self.side = self.network.cut()
+        self.network.push(SOURCE, SINK)
+        self.side = self.network.after_source(SOURCE)
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
@@ -208,9 +211,9 @@ class Decision:
 
     def pin(self, node: int, value: Value) -> None:
         if self.rows_label(value) == LAST:
-            self.network.add(SOURCE, node, FOREVER)
+            self.network.add(SOURCE, node, UNBOUNDED)
         else:
-            self.network.add(node, SINK, FOREVER)
+            self.network.add(node, SINK, UNBOUNDED)
 
     def rows_label(self, value: Value) -> int | None:
         """The label under which a value lies row by row; None where neither is."""
@@ -307,8 +310,8 @@ class Decision:
             network.add(for_last, node, cost)
             network.add(node, for_rows, cost)
             for reader in dict.fromkeys(reader for _, reader in readers):
-                network.add(reader, for_last, FOREVER)
-                network.add(for_rows, reader, FOREVER)
+                network.add(reader, for_last, UNBOUNDED)
+                network.add(for_rows, reader, UNBOUNDED)
         for value, argument in self.settled:
             for one, other in ((self.node[value], self.node[argument]), (self.node[argument], self.node[value])):
                 network.add(one, other, self.preference.copy(value))

@@ -1,8 +1,8 @@
 """From step ops to one kernel of the loop dialect.
 
 First the dimensions of all values are *unified*: an op says by its roles which dimensions go together, a reshape splits
-a dimension into parts. What is left are the iteration dimensions. Then every output is pulled: the element of a value at
-an index is computed by its op's own `element` rule from elements of its operands, until a load is reached. Slices,
+a dimension into parts. What is left are the iteration dimensions. Then every output is pulled: the element of a value
+at an index is computed by its op's own `element` rule from elements of its operands, until a load is reached. Slices,
 padding, concatenation and transposes are nothing but changes of the index.
 """
 
@@ -175,10 +175,10 @@ class Lowering:
         self.b = Builder(own)
         Space.build(self.b, sizes=tuple(self.sizes))
         self.known: dict[tuple[Value, tuple[Place, ...]], Value] = {}
-        for result, argument in zip(results, own.arguments[len(inputs) :], strict=True):
-            index = self.home(result)
-            value = self.at(result, index)
-            Store.build(self.b, value, argument, [], map=[self.row(p) for p in index])
+        # whatever is read is read before anything is written: results may take the memory of operands
+        numbers = [self.at(result, self.home(result)) for result in results]
+        for number, result, argument in zip(numbers, results, own.arguments[len(inputs) :], strict=True):
+            Store.build(self.b, number, argument, [], map=[self.row(p) for p in self.home(result)])
         self.even_rows()
         finish_function(self.function, [])
 
@@ -214,7 +214,7 @@ class Lowering:
                 raise NotLoops(f"two dimensions of {value.type} would be walked as one")
 
     def split_alike(self, op: Op) -> None:
-        """A dimension that is shifted by whole rows of inner parts keeps those parts, so that its index stays simple."""
+        """A dimension that is shifted by whole rows of inner parts keeps those parts, so that its index is simple."""
         dims = self.dimensions
         for inner_value, outer_value, dim, offset in shifts(op):
             parts = dims.resolve(self.homes[inner_value][dim])
@@ -466,6 +466,8 @@ class Lowering:
         for place in index:
             if isinstance(place, Affine) and any(d in dims for d, _ in place.terms):
                 raise NotLoops("it reduces along a dimension that is walked beside it")
+        if not dims:
+            return value if value.type is compute_type(dtype) else self.apply("cast", value, dtype=compute_type(dtype))
         return Reduce.build(self.b, value, kind=kind, dims=dims, dtype=compute_type(dtype)).result
 
     def random(self, key: Value, index: Sequence[Place], type: TensorType, stream: int, digits: int) -> Value:

@@ -50,9 +50,14 @@ class Recompute(Transformation):
     def apply(self, op: Op) -> None:
         run_again([(self, op)])
 
+    def makes(self, op: Op) -> Sequence[Value]:
+        """Results of an op that readers take from its copy."""
+        return op.results
+
     def late(self, op: Op) -> list[Value]:
-        """Results that a later phase reads and that a copy would make."""
-        return late_results(op)
+        """Those that a later phase reads."""
+        made = self.makes(op)
+        return [r for r in late_results(op) if r in made]
 
     def copy(self, op: Op, new: dict[Value, Value]) -> Op:
         """The op once more, on operands as `new` replaces them."""
@@ -71,12 +76,16 @@ def run_again(chosen: Sequence[tuple[Recompute, Op]]) -> list[Op]:
     assert block is not None
     lines = list(block)
     place = {op: number for number, op in enumerate(lines)}
+    chosen = sorted(chosen, key=lambda c: -place[c[1]])
+    read: set[Value] = set()  # by copies; all is checked before anything is changed
+    for how, op in chosen:
+        if not how.late(op) and read.isdisjoint(how.makes(op)):
+            raise InputError(f"{op.name} in {op.loc} cannot be computed again: no later phase reads it")
+        read.update(op.operands)
     before: dict[int, list[Op]] = {}  # by the place of the reader, the last copy first
-    for how, op in sorted(chosen, key=lambda c: -place[c[1]]):
+    for how, op in chosen:
         late = how.late(op)
         users = dict.fromkeys(user for r in late for user in r.uses if is_late(user))
-        if not users:
-            raise InputError(f"{op.name} in {op.loc} cannot be computed again: no later phase reads it")
         at = min(place[user] for user in users)
         copy = how.copy(op, copies_before(op, lines[at], place))
         copy.attributes["phase"] = lines[at].phase

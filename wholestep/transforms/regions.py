@@ -167,6 +167,8 @@ class Bodies:
         return Body(function, kernel, walk)
 
     def problem(self, piece: Piece) -> str:
+        if not piece.inputs:
+            return "it reads nothing"
         for op in piece.ops:
             for value in (*op.operands, *op.results):
                 if not isinstance(value.type, TensorType) or value.type.element.kind == "complex":
@@ -187,7 +189,7 @@ ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
 
 def comes_back(kernel: Op, walk: Schedule) -> bool:
     """Whether some store along the row needs a reduction over it first."""
-    from ..dialects.loop import Store, varying  # noqa: PLC0415
+    from ..dialects.loop import Store, varying
 
     dims = varying(kernel)
     row = set(walk.row)

@@ -1,4 +1,4 @@
-"""Kernels to test a generator with: made from ops of the step dialect or directly, each with arguments that lie as asked."""
+"""Kernels to test a generator with: from ops of the step dialect or made directly; arguments lie as asked."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ from wholestep.ir.types import F32, ScalarType, TensorType
 from wholestep.ir.verify import verify
 from wholestep.transforms.loops import lowered
 
+TRUTH: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": lambda x, d: x.sum(d),
+    "prod": lambda x, d: x.prod(d),
+    "max": lambda x, d: x.amax(d),
+    "min": lambda x, d: x.amin(d),
+    "or": lambda x, d: x.any(d),
+    "and": lambda x, d: x.all(d),
+}
+
 
 def tensor(*shape: int, e: ScalarType = F32) -> TensorType:
     return TensorType(shape, e)
@@ -33,6 +42,8 @@ class Case:
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     given: dict[int, torch.Tensor] = field(default_factory=dict)
     scale: float = 1.0
+    truth: Callable[..., torch.Tensor] | None = None  # instead of the reference
+    labels: tuple[str, ...] = ()  # of its outputs, for messages
 
     @property
     def specs(self) -> list[Spec]:
@@ -69,6 +80,9 @@ class Case:
 
     def expected(self, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = [o.clone(memory_format=torch.contiguous_format) for o in outs]
+        if self.truth is not None:
+            found[0].copy_(self.truth(*(x.double() if x.is_floating_point() else x for x in ins)))
+            return found
         run(self.function, ins, found)
         return found
 
@@ -87,23 +101,28 @@ def step(
     return Case(kernel, strides or {}, given or {}, scale)
 
 
-def apply(fn: str, values: Sequence[torch.Tensor], types: Sequence[ScalarType], result: ScalarType) -> Case:
-    """A single function of vectors."""
+def apply(
+    fns: Sequence[str], values: Sequence[torch.Tensor], types: Sequence[ScalarType], results: Sequence[ScalarType]
+) -> Case:
+    """Functions of the same vectors, each with its own output."""
     root = module()
     size = values[0].numel()
-    function = add_function(root, "k", [TensorType((size,), t) for t in (*types, result)])
+    function = add_function(root, "k", [TensorType((size,), t) for t in (*types, *results)])
     block = function.regions[0].block
     b = Builder(block)
     Space.build(b, sizes=(size,))
-    *ins, out = block.arguments
+    ins, outs = block.arguments[: len(types)], block.arguments[len(types) :]
     read = [Load.build(b, x, [], map=[[1, 0]]).result for x in ins]
-    Store.build(b, Apply.build(b, read, fn=fn, dtype=result).result, out, [], map=[[1, 0]])
+    for fn, out in zip(fns, outs, strict=True):
+        Store.build(b, Apply.build(b, read, fn=fn, dtype=out.type.element).result, out, [], map=[[1, 0]])
     finish_function(function, [])
-    return Case(function, given=dict(enumerate(values)))
+    return Case(
+        function, given=dict(enumerate(values)), labels=tuple(f"{f} {r}" for f, r in zip(fns, results, strict=True))
+    )
 
 
 def reduction(kind: str, shape: tuple[int, ...], dims: tuple[int, ...], type: ScalarType, result: ScalarType) -> Case:
-    """A single reduction."""
+    """A single reduction, with torch's own as the truth."""
     root = module()
     kept = tuple(n for d, n in enumerate(shape) if d not in dims)
     function = add_function(root, "k", [TensorType(shape, type), TensorType(kept, result)])
@@ -116,4 +135,10 @@ def reduction(kind: str, shape: tuple[int, ...], dims: tuple[int, ...], type: Sc
     total = Reduce.build(b, number, kind=kind, dims=dims, dtype=result).result
     Store.build(b, total, y, [], map=[row for d, row in enumerate(rows) if d not in dims])
     finish_function(function, [])
-    return Case(function)
+
+    def truth(x: torch.Tensor) -> torch.Tensor:
+        for d in sorted(dims, reverse=True):
+            x = TRUTH[kind](x, d)
+        return x
+
+    return Case(function, truth=truth)

@@ -15,9 +15,11 @@ import torch
 from ...dialects.loop import NoSchedule, Store, outputs_of, schedule, space_of
 from ...ir.core import Op
 from ..kernels import Spec
-from .compiler import CompilerError, build_all, compiler, digest, header
-from .source import STORED, Code, Options, source_of
-from .walk import walk_of
+from .compiler import CompilerError, build_all, digest, header, working_compiler
+from .nest import Options
+from .source import Code, source_of
+from .text import STORED
+from .walk import Walk, walk_of
 
 __all__ = ["Candidate", "CompilerError", "build", "candidates", "missing", "why_not"]
 
@@ -36,15 +38,15 @@ class Candidate:
 
 def missing() -> str:
     """What is lost without a compiler, in one line; "" if there is one."""
-    found = compiler()
+    found = working_compiler()
     if not isinstance(found, str):
         return ""
-    return f"no C++ kernels are generated ({found}): pointwise and row-wise work runs op by op through ATen, with more traffic"
+    return f"no C++ kernels are generated ({found}): what they would fuse runs op by op through ATen, with more traffic"
 
 
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
     """Why the kernel cannot be done here; "" if it can."""
-    found = compiler()
+    found = working_compiler()
     if isinstance(found, str):
         return f"no C++ compiler works: {found}"
     block = function.regions[0].block
@@ -68,13 +70,14 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
 
 def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """Ways to write a kernel, the best guess first."""
-    return [candidate(function, specs, options) for options in choices(function, specs)]
+    made = [candidate(function, specs, options) for options in choices(function, specs)]
+    return list({c.key: c for c in reversed(made)}.values())[::-1]
 
 
 def choices(function: Op, specs: Sequence[Spec]) -> list[Options]:
     walk = walk_of(function, specs)
     whole = Options("phases")
-    if 0 in space_of(function):
+    if 0 in space_of(function) or not rows_are_enough(walk):
         return [whole]
     if not walk.reductions:
         code = Code(walk, whole)
@@ -91,13 +94,22 @@ def choices(function: Op, specs: Sequence[Spec]) -> list[Options]:
     rows = walk.points(walk.outer)
     code = Code(walk, whole)
     lane = code.fast_outer()
-    if lane is not None and not walk.across:
+    if lane is not None and not walk.across and all(lane in n.varies for n in walk.along):
         tasks = rows // min(walk.sizes[lane], 64)
         found.insert(0, Options("lanes"))
         return [*found, whole] if tasks >= 16 else [whole, *found]
     if rows < 16 and walk.points(walk.row) > 65536:
         return [whole, *found]
     return [*found, whole]
+
+
+def rows_are_enough(walk: Walk) -> bool:
+    """Whether nothing needs the result of a row after all rows are done, or a row of what all rows give."""
+    sums, along = set(walk.across), set(walk.along)
+    if any(sums.intersection(walk.behind([n])) for n in walk.along):
+        return False
+    late = [w for w in walk.writings if sums.intersection(walk.behind([w]))]
+    return not along.intersection(walk.behind(late, known=sums))
 
 
 def candidate(function: Op, specs: Sequence[Spec], options: Options) -> Candidate:
@@ -109,9 +121,9 @@ def candidate(function: Op, specs: Sequence[Spec], options: Options) -> Candidat
 def build(
     candidates: Sequence[Candidate], report: Callable[[int, int], None] | None = None
 ) -> dict[str, Callable[..., None] | Exception]:
-    """Each candidate, by its key, as a function of tensors (inputs, outputs, scratch); an exception where it cannot be had."""
+    """By key: a function of tensors (inputs, outputs, scratch), or the exception where it cannot be had."""
     wanted = {c.key: c for c in candidates}
-    found = compiler()
+    found = working_compiler()
     if isinstance(found, str):
         return {key: CompilerError(f"no C++ compiler works: {found}") for key in wanted}
     kernels = [(symbol(c), c.source.replace(NAME, symbol(c))) for c in wanted.values()]

@@ -1,8 +1,8 @@
 """From generated text to functions that can be called: finds a C++ compiler, compiles units in parallel, loads them.
 
-Objects are kept by what they were made from: source, flags, compiler and processor. Only bytes whose checksum was verified
-are loaded, from memory that nobody else can write. A unit that fails is compiled again kernel by kernel, so that one bad
-kernel does not take others with it.
+Objects are kept by what they were made from: source, flags, compiler and processor. Only bytes whose checksum was
+verified are loaded, from a folder that nobody else can write. A unit that fails is compiled again kernel by kernel, so
+that one bad kernel does not take others with it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import WholestepError
-from ..store import Objects, cache_folder
+from ..store import Objects, cache_folder, why_unwritable
 
 FLAGS = (
-    "-std=gnu++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off "
-    "-fwrapv -fno-strict-aliasing -w -shared -fPIC -x c++"
-).split()
+    *("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-fwrapv", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-x", "c++"),
+)
 #: seconds after which a compiler that has not finished is stopped
 TIMEOUT = 120.0
 #: kernels in one unit at most
 UNIT = 12
 HEADER = Path(__file__).with_name("functions.h")
 PROBE = """
-extern "C" float probe(const float* x) {
+extern "C" float wholestep_probe(const float* x) {
   float s = 0;
 #pragma omp parallel for simd reduction(+ : s)
   for (int i = 0; i < 1024; ++i) s += x[i] / 3;
@@ -93,7 +93,7 @@ def run_compiler(command: Sequence[str], timeout: float) -> None:
 
 
 def runtime() -> list[str]:
-    """torch's own OpenMP library, so that its threads and ours are the same and `torch.set_num_threads` holds for both."""
+    """torch's own OpenMP library: its threads and ours are the same, `torch.set_num_threads` holds for both."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -105,7 +105,7 @@ def runtime() -> list[str]:
 # ---- finding one -----------------------------------------------------------------------------------------------------
 
 
-def compiler() -> Compiler | str:
+def working_compiler() -> Compiler | str:
     """The first compiler that works, or why there is none."""
     return _compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
@@ -119,7 +119,7 @@ def _compiler(chosen: str, path: str) -> Compiler | str:
             problems.append(f"{name} is not installed" if not chosen else f"CXX={name} is no program")
             continue
         try:
-            found = Compiler(command, tuple(FLAGS), identity(command))
+            found = Compiler(command, FLAGS, identity(command))
             key = digest(PROBE, found.identity)
             objects = kept()
             if objects.read("so", key) is None:
@@ -152,7 +152,8 @@ def processor() -> str:
 
 
 def kept() -> Objects:
-    return Objects(cache_folder())
+    folder = cache_folder()
+    return Objects(None if why_unwritable(folder) else folder)
 
 
 def digest(*parts: str) -> str:
@@ -254,15 +255,7 @@ def build_unit(unit: Sequence[Kernel], using: Compiler, objects: Objects) -> Bui
 
 
 def load(data: bytes) -> ctypes.CDLL:
-    """Loads exactly these bytes: from memory of this process, or (where there is none) from a folder that is ours alone."""
-    if hasattr(os, "memfd_create"):
-        handle = os.memfd_create("wholestep-kernels", os.MFD_CLOEXEC)
-        try:
-            with open(handle, "wb", closefd=False) as file:
-                file.write(data)
-            return ctypes.CDLL(f"/proc/self/fd/{handle}")
-        finally:
-            os.close(handle)
+    """Loads exactly these bytes, from a folder that is ours alone. Each time under a new name: names are remembered."""
     with tempfile.TemporaryDirectory(prefix="wholestep-") as folder:
         path = Path(folder, "kernels.so")
         path.write_bytes(data)

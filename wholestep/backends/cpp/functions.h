@@ -58,7 +58,10 @@ INLINE void put(b8* p, i64 i, bool x) { p[i].bits = x; }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
-template <class T> struct To { template <class S> INLINE T from(S x) { return (T)x; } };
+template <class T> struct To {
+  template <class S> INLINE T from(S x) { return (T)x; }
+  INLINE T from(bool x) { return x ? (T)1 : (T)0; }
+};
 template <> struct To<bool> { template <class S> INLINE bool from(S x) { return x != (S)0; } };
 template <> struct To<u8> {  // a negative float wraps around instead of being undefined
   template <class S> INLINE u8 from(S x) { return (u8)x; }
@@ -77,19 +80,25 @@ template <> struct To<i16> {
 };
 
 // ---- functions of f32 -----------------------------------------------------------------------------------------------
-// Polynomials are Chebyshev fits to functions in the comment beside them.
+// Polynomials are Chebyshev fits to functions in the comment beside them. A NaN runs through all of them.
 
 INLINE float power_of_two(i32 n) { return float_of((u32)(n + 127) << 23); }
 
+// of degree 8, in pairs: half as long a chain of dependent steps; s = x^2
+INLINE float polynomial(float x, float s, float a8, float a7, float a6, float a5, float a4, float a3, float a2, float a1,
+                        float a0) {
+  float p = fma_(a7, x, a6), q = fma_(a5, x, a4), t = fma_(a3, x, a2), u = fma_(a1, x, a0);
+  float s2 = s * s;
+  return fma_(fma_(fma_(a8, s, p), s, q), s2, fma_(t, s, u));
+}
+
 // exp(r) - 1 for |r| <= log(2) / 2; (exp(r) - 1 - r) / r^2
 INLINE float expm1_near_zero(float r) {
-  float p = 1.989198131e-4f;
-  p = fma_(p, r, 1.393454193e-3f);
-  p = fma_(p, r, 8.333310024e-3f);
-  p = fma_(p, r, 4.166645681e-2f);
-  p = fma_(p, r, 1.666666668e-1f);
-  p = fma_(p, r, 5.000000014e-1f);
-  return fma_(p, r * r, r);
+  float s = r * r;
+  float p = fma_(1.989198131e-4f, r, 1.393454193e-3f);
+  float q = fma_(8.333310024e-3f, r, 4.166645681e-2f);
+  float t = fma_(1.666666668e-1f, r, 5.000000014e-1f);
+  return fma_(fma_(fma_(p, s, q), s, t), s, r);
 }
 
 // the nearest whole number to a number below 2^22, as a float and as an integer
@@ -110,16 +119,14 @@ INLINE float exp_(float x) {
   i32 n;
   float k = nearest(c * 1.44269504f, n);
   float r = fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, c));
-  float y = times_power_of_two(expm1_near_zero(r) + 1.0f, n < -150 ? -150 : n > 129 ? 129 : n);
-  return x != x ? x : y;
+  return times_power_of_two(expm1_near_zero(r) + 1.0f, n);
 }
 INLINE float exp2_(float x) {
   float c = x > 129.0f ? 129.0f : x;
   c = c < -151.0f ? -151.0f : c;
   i32 n;
   float k = nearest(c, n);
-  float y = times_power_of_two(expm1_near_zero((c - k) * 0.693147181f) + 1.0f, n < -151 ? -151 : n > 129 ? 129 : n);
-  return x != x ? x : y;
+  return times_power_of_two(expm1_near_zero((c - k) * 0.693147181f) + 1.0f, n);
 }
 INLINE float expm1_(float x) {
   float c = x > 44.0f ? 44.0f : x;
@@ -127,29 +134,24 @@ INLINE float expm1_(float x) {
   i32 n;
   float k = nearest(c * 1.44269504f, n);
   float r = fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, c));
-  float t = power_of_two(n < -64 ? -64 : n > 64 ? 64 : n);
+  float t = power_of_two(n);
   float y = fma_(t, expm1_near_zero(r), t - 1.0f);
   y = x > 44.0f ? exp_(x) : y;
-  return x != x || x == 0.0f ? x : y;
+  return x == 0.0f ? x : y;
 }
 
 // x = 2^e * (1 + f) with 1 + f between sqrt(1/2) and sqrt(2); log(1 + f) in two parts: f, and the rest of it
+//   (log(1 + f) - f + f^2 / 2) / f^3
 struct Logarithm { float e, f, rest; };
 INLINE Logarithm logarithm(float x) {
   bool tiny = x < 0x1p-126f;
   u32 b = bits_of(tiny ? x * 0x1p25f : x) - 0x3f3504f3u;
   float f = float_of((b & 0x7fffff) + 0x3f3504f3u) - 1.0f;
   float e = (float)((i32)b >> 23) - (tiny ? 25.0f : 0.0f);
-  float p = 6.971611471e-2f;  // (log(1 + f) - f + f^2 / 2) / f^3
-  p = fma_(p, f, -1.147973385e-1f);
-  p = fma_(p, f, 1.168541992e-1f);
-  p = fma_(p, f, -1.242568733e-1f);
-  p = fma_(p, f, 1.424905765e-1f);
-  p = fma_(p, f, -1.666780232e-1f);
-  p = fma_(p, f, 2.000071575e-1f);
-  p = fma_(p, f, -2.499999696e-1f);
-  p = fma_(p, f, 3.333333118e-1f);
-  return {e, f, f * f * fma_(p, f, -0.5f)};
+  float s = f * f;
+  float p = polynomial(f, s, 6.971611471e-2f, -1.147973385e-1f, 1.168541992e-1f, -1.242568733e-1f, 1.424905765e-1f,
+                       -1.666780232e-1f, 2.000071575e-1f, -2.499999696e-1f, 3.333333118e-1f);
+  return {e, f, s * fma_(p, f, -0.5f)};
 }
 INLINE float log_outside(float x, float y) {  // where the argument is not a positive finite number
   y = x == INF_F ? x : y;
@@ -172,35 +174,28 @@ INLINE float log1p_(float x) {
 }
 
 INLINE float tanh_(float x) {
-  float a = __builtin_fabsf(x), c = a > 10.0f ? 10.0f : a;
-  float t = expm1_(2.0f * c);
-  float y = __builtin_copysignf(t / (t + 2.0f), x);
-  return x != x ? x : y;
+  float a = 2.0f * __builtin_fabsf(x), c = a > 20.0f ? 20.0f : a;
+  i32 n;
+  float k = nearest(c * 1.44269504f, n);
+  float p = power_of_two(n);
+  float t = fma_(p, expm1_near_zero(fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, c))), p - 1.0f);
+  return __builtin_copysignf(t / (t + 2.0f), x);
 }
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
 INLINE float erf_(float x) {
-  float t = __builtin_fabsf(x), s = x * x;
-  float p = 7.875875063e-5f;  // erf(x) / x - 1, in x^2
-  p = fma_(p, s, -8.016864287e-4f);
-  p = fma_(p, s, 5.189087423e-3f);
-  p = fma_(p, s, -2.685421201e-2f);
-  p = fma_(p, s, 1.128359472e-1f);
-  p = fma_(p, s, -3.761262667e-1f);
-  p = fma_(p, s, 1.283791658e-1f);
-  float near = fma_(p, x, x);
+  float t = __builtin_fabsf(x), s = x * x, s2 = s * s;
+  float p = fma_(fma_(7.875875063e-5f, s, -8.016864287e-4f), s, 5.189087423e-3f);  // erf(x) / x - 1, in x^2
+  float q = fma_(fma_(-2.685421201e-2f, s, 1.128359472e-1f), s2, fma_(-3.761262667e-1f, s, 1.283791658e-1f));
+  float near = fma_(fma_(p, s2 * s2, q), x, x);
   float c = t > 4.1f ? 4.1f : t;
-  float q = 1.594001235e-6f;  // log(erfc(t)) for 0.99 <= t <= 4.1
-  q = fma_(q, c, -4.522831461e-5f);
-  q = fma_(q, c, 5.900143628e-4f);
-  q = fma_(q, c, -4.728751551e-3f);
-  q = fma_(q, c, 2.633626568e-2f);
-  q = fma_(q, c, -1.099354459e-1f);
-  q = fma_(q, c, -6.319749594e-1f);
-  q = fma_(q, c, -1.13014882e+0f);
-  q = fma_(q, c, 2.998213212e-4f);
-  float far = __builtin_copysignf(1.0f - exp_(q), x);
-  return t < 1.0f ? near : x != x ? x : far;
+  float l = polynomial(c, c * c, 1.594001235e-6f, -4.522831461e-5f, 5.900143628e-4f, -4.728751551e-3f, 2.633626568e-2f,
+                       -1.099354459e-1f, -6.319749594e-1f, -1.13014882e+0f, 2.998213212e-4f);  // log(erfc(t)), t >= 0.99
+  i32 n;
+  float k = nearest(l * 1.44269504f, n);
+  float r = fma_(k, -1.42860677e-6f, fma_(k, -0.693145752f, l));
+  float far = 1.0f - (expm1_near_zero(r) + 1.0f) * power_of_two(n);
+  return t < 1.0f ? near : __builtin_copysignf(far, x);
 }
 
 INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
@@ -306,19 +301,45 @@ template <class How, class T> INLINE T total(T* lanes) {  // in pairs
 
 // ---- random numbers: Philox4x32-10, see dialects/step/philox.py ------------------------------------------------------
 
-INLINE float uniform(i64 seed, i64 step, i64 micro_batch, u32 block, u32 word, u32 stream, int digits) {
-  u32 a = block, b = stream, c = (u32)step, d = (u32)(micro_batch | step >> 32 << 16);
+struct Block { u32 a, b, c, d; };
+INLINE Block philox_round(Block x, u32 k0, u32 k1, u32 round) {
+  u64 p = (u64)x.a * 0xD2511F53u, q = (u64)x.c * 0xCD9E8D57u;
+  k0 += round * 0x9E3779B9u;
+  k1 += round * 0xBB67AE85u;
+  return {(u32)(q >> 32) ^ x.b ^ k0, (u32)q, (u32)(p >> 32) ^ x.d ^ k1, (u32)p};
+}
+INLINE Block philox(i64 seed, i64 step, i64 micro_batch, u32 block, u32 stream) {
+  Block x = {block, stream, (u32)step, (u32)(micro_batch | step >> 32 << 16)};
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
-    u64 p = (u64)a * 0xD2511F53u, q = (u64)c * 0xCD9E8D57u;
-    a = (u32)(q >> 32) ^ b ^ k0;
-    c = (u32)(p >> 32) ^ d ^ k1;
-    b = (u32)q;
-    d = (u32)p;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  x = philox_round(x, k0, k1, 0);  // a loop here would keep the compiler from making vectors
+  x = philox_round(x, k0, k1, 1);
+  x = philox_round(x, k0, k1, 2);
+  x = philox_round(x, k0, k1, 3);
+  x = philox_round(x, k0, k1, 4);
+  x = philox_round(x, k0, k1, 5);
+  x = philox_round(x, k0, k1, 6);
+  x = philox_round(x, k0, k1, 7);
+  x = philox_round(x, k0, k1, 8);
+  return philox_round(x, k0, k1, 9);
+}
+INLINE float fraction(u32 word, int digits) { return (float)(i32)(word >> (32 - digits)) * (1.0f / (float)(1u << digits)); }
+INLINE float uniform(i64 seed, i64 step, i64 micro_batch, u32 block, u32 word, u32 stream, int digits) {
+  Block x = philox(seed, step, micro_batch, block, stream);
+  u32 low = word & 1 ? x.b : x.a, high = word & 1 ? x.d : x.c;
+  return fraction(word & 2 ? high : low, digits);
+}
+
+// the numbers of up to DRAWN elements one after the other, in memory for 8 more
+constexpr int DRAWN = 256;
+INLINE const float* draw(float* out, i64 seed, i64 step, i64 micro_batch, i64 element, i64 count, u32 stream, int digits) {
+  i64 first = element >> 2, blocks = ((element + count + 3) >> 2) - first;
+#pragma omp simd
+  for (i64 j = 0; j < blocks; ++j) {
+    Block x = philox(seed, step, micro_batch, (u32)first + (u32)j, stream);
+    out[4 * j] = fraction(x.a, digits);
+    out[4 * j + 1] = fraction(x.b, digits);
+    out[4 * j + 2] = fraction(x.c, digits);
+    out[4 * j + 3] = fraction(x.d, digits);
   }
-  u32 w = word & 2 ? (word & 1 ? d : c) : (word & 1 ? b : a);
-  return (float)(i32)(w >> (32 - digits)) * (1.0f / (float)(1u << digits));
+  return out + (element & 3);
 }

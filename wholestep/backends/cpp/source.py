@@ -1,6 +1,6 @@
-"""C++ text of a kernel. One *nest* of loops computes a set of aims; a structure puts nests together.
+"""C++ text of a kernel: a structure puts nests of loops together.
 
-phases: each reduction is a walk over all points, by chunks whose partial results are combined in order; then all is written.
+phases: each reduction is a walk over all points, by chunks whose results are combined in order; then all is written.
     Without reductions this is a plain pointwise kernel.
 rows: all passes over one row come one after the other, while it is in the cache; sums over rows are gathered by chunks.
 lanes: the same for a block of rows that lie side by side in memory, one row per lane of a vector.
@@ -10,61 +10,19 @@ Chunks do not depend on the number of threads, so neither do results.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cmp_to_key
 
-from ...ir.types import ScalarType
-from .walk import EXPENSIVE, Guard, Linear, Number, Walk, Writing
+from .nest import ALONE, Aim, Loop, Nests, Options
+from .text import HOW, STORED, c_type, neutral_of, sum_text
+from .walk import EXPENSIVE, Linear, Number, Walk, Writing
 
-STORED = {"f64": "double", "f32": "float", "bf16": "bf16", "f16": "f16", "i1": "b8"} | {
-    "i64": "i64",
-    "i32": "i32",
-    "i16": "i16",
-    "i8": "i8",
-    "ui8": "u8",
-}
-COMPUTED = STORED | {"bf16": "float", "f16": "float", "i1": "bool"}
-HOW = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "or": "Or", "and": "And"}
 #: dearer than reading a number again, where it would be computed at every point instead of once per row
 DEAR = EXPENSIVE | {"sqrt", "rsqrt", "div", "reciprocal"}
 STRUCTURES = ("phases", "rows", "lanes")
+#: rows side by side that one task walks
+LANE_ROWS = 64
 #: bytes of a row's intermediate numbers that are kept on the stack between passes
 ROW_BYTES = 256 * 1024
-#: numbers below which starting threads takes longer than the work
-ALONE = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What can be chosen about a kernel."""
-
-    structure: str
-    block: int = 4096  # numbers along the innermost dimension that one task takes
-    tile: int = 0  # how far the other dimension is walked with it, where two arguments disagree about the fast one
-
-    @property
-    def name(self) -> str:
-        return f"{self.structure} {self.block}" + (f" tile {self.tile}" if self.tile else "")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    dim: int
-    low: str
-    high: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Aim:
-    """What a nest is for: a number added to what is at a place (`how` says by which reduction), kept there, or written."""
-
-    number: Number
-    walked: frozenset[int]
-    place: str = ""
-    how: str = ""
-    writing: Writing | None = None
 
 
 def source_of(walk: Walk, name: str, options: Options) -> tuple[str, int]:
@@ -81,224 +39,8 @@ def source_of(walk: Walk, name: str, options: Options) -> tuple[str, int]:
     return "\n".join([*head, *code.lines, "}", ""]), code.scratch
 
 
-class Code:
-    """The text of one kernel in the making. `names` says how each number that is known here is called."""
-
-    def __init__(self, walk: Walk, options: Options):
-        self.walk, self.options = walk, options
-        self.lines: list[str] = []
-        self.indent = 1
-        self.names: dict[Number, str] = {}
-        self.scratch = 0
-
-    # ---- text --------------------------------------------------------------------------------------------------------
-
-    def line(self, text: str) -> None:
-        self.lines.append("  " * self.indent + text)
-
-    def open(self, text: str = "") -> None:
-        self.line(f"{text} {{" if text else "{")
-        self.indent += 1
-
-    def close(self) -> None:
-        self.indent -= 1
-        self.line("}")
-
-    def memory(self, name: str, type: str, count: int) -> None:
-        """An array of its own in the scratch memory."""
-        self.line(f"{type}* const {name} = ({type}*)(scratch + {self.scratch});")
-        self.scratch += -(-max(count, 1) * 8 // 64) * 64
-
-    def tasks(self, parts: Sequence[tuple[str, int]], work: int) -> None:
-        """Opens a loop over all combinations of indices, shared among threads if there is enough to do."""
-        count = math.prod(n for _, n in parts)
-        if count == 1:
-            self.open()
-        else:
-            if work >= ALONE:
-                self.line("#pragma omp parallel for schedule(static)")
-            self.open(f"for (i64 task = 0; task < {count}; ++task)")
-        rest = "task"
-        for k, (name, n) in enumerate(reversed(parts)):
-            last = k == len(parts) - 1
-            if n == 1 or count == 0:
-                self.line(f"const i64 {name} = 0;")
-            else:
-                self.line(f"const i64 {name} = {rest}{'' if last else f' % {n}'};")
-                if not last:
-                    rest = f"{rest} / {n}"
-
-    # ---- numbers -----------------------------------------------------------------------------------------------------
-
-    def compute(self, n: Number) -> None:
-        """A statement that gives a number its name."""
-        assert n.kind != "reduce", "a reduction is computed by a pass of its own"
-        if n.kind == "constant":
-            self.names[n] = literal(n.value, n.type)
-            return
-        if n.kind == "linear" and not n.linear.terms:
-            self.names[n] = f"({c_type(n)}){number_text(n.linear.constant)}"
-            return
-        self.line(f"const {c_type(n)} {n.name} = {self.expression(n)};")
-        self.names[n] = n.name
-
-    def expression(self, n: Number) -> str:
-        if n.kind == "linear":
-            return f"({c_type(n)})({sum_text(n.linear)})"
-        args = [self.names[a] for a in n.args]
-        if n.kind == "load":
-            return self.load(n, args)
-        if n.kind == "random":
-            element = n.args[3]
-            whole = "i32" if element.is_small else "i64"
-            seed, step, micro_batch, at = args
-            stream, digits = n.attributes["stream"], n.attributes["digits"]
-            where = f"(u32)(({whole}){at} >> 2), (u32){at}"
-            return f"uniform({seed}, {step}, {micro_batch}, {where} & 3, {stream}u, {digits})"
-        return apply(n, args)
-
-    def load(self, n: Number, args: Sequence[str]) -> str:
-        where = sum_text(n.linear)
-        for arg, step in zip(args, n.steps, strict=True):
-            where += f" + (i64){arg} * {step}"
-        read = f"get(p{n.tensor}, {where})"
-        if not n.guards:
-            return read
-        if 0 in self.walk.specs[n.tensor].shape:
-            return literal(0, n.type)
-        inside = " & ".join(self.inside(g) for g in n.guards)
-        return f"{inside} ? {read} : {literal(0, n.type)}"
-
-    def inside(self, guard: Guard) -> str:
-        at = sum_text(guard.at)
-        low, high = guard.at.range(self.walk.sizes)
-        if guard.number is None and -(2**31) < low and high < 2**31 and guard.size < 2**31:
-            return f"((u32)({at}) < {guard.size}u)"
-        if guard.number is not None:
-            at += f" + (i64){self.names[guard.number]}"
-        return f"((u64)({at}) < {guard.size}ull)"
-
-    # ---- nests -------------------------------------------------------------------------------------------------------
-
-    def needed(self, aims: Iterable[Aim], known: Iterable[Number] = ()) -> list[Number]:
-        """The numbers that have to be computed for some aims, in order."""
-        found: set[Number] = set()
-        known = {*self.names, *known}
-        stack = [a for aim in aims for a in (aim.number.args if aim.how else (aim.number,))]
-        while stack:
-            number = stack.pop()
-            if number not in found and number not in known:
-                found.add(number)
-                stack.extend(number.args)
-        return [n for n in self.walk.numbers if n in found]
-
-    def nest(self, loops: Sequence[Loop], aims: Sequence[Aim]) -> None:
-        """Loops inside of one another; each number is computed in the outermost one that it does not change along."""
-        position = {loop.dim: k for k, loop in enumerate(loops, 1)}
-
-        def depth(dims: Iterable[int]) -> int:
-            return max((position.get(d, 0) for d in dims), default=0)
-
-        numbers: list[list[Number]] = [[] for _ in range(len(loops) + 1)]
-        here: list[list[Aim]] = [[] for _ in range(len(loops) + 1)]
-        for n in self.needed(aims):
-            numbers[depth(n.varies)].append(n)
-        for aim in aims:
-            here[depth(aim.walked)].append(aim)
-        for n in numbers[0]:
-            self.compute(n)
-        for aim in here[0]:
-            self.reach(aim)
-        if not loops:
-            return
-        outside = dict(self.names)
-        for k, loop in enumerate(loops[:-1], 1):
-            self.open(f"for (i64 i{loop.dim} = {loop.low}; i{loop.dim} < {loop.high}; ++i{loop.dim})")
-            for n in numbers[k]:
-                self.compute(n)
-            for aim in here[k]:
-                self.reach(aim)
-        self.innermost(loops[-1], numbers[-1], here[-1])
-        for _ in loops[:-1]:
-            self.close()
-        self.names = outside
-
-    def innermost(self, loop: Loop, numbers: Sequence[Number], aims: Sequence[Aim]) -> None:
-        """A loop for vectors. What it reduces is gathered in lanes that go on side by side."""
-        lanes = [aim for aim in aims if aim.how and loop.dim in aim.number.dims]
-        for aim in lanes:
-            type, neutral = c_type(aim.number), neutral_of(aim.number)
-            self.line(f"alignas(64) {type} {aim.number.name}_lanes[LANES];")
-            self.line(f"begin<{type}>({aim.number.name}_lanes, {neutral});")
-        i = f"i{loop.dim}"
-        outside, self.lines = self.lines, []
-        self.indent += 2 if lanes else 1
-        for n in numbers:
-            self.compute(n)
-        for aim in aims:
-            self.reach(aim, f"{aim.number.name}_lanes[lane]" if aim in lanes else "")
-        self.indent -= 2 if lanes else 1
-        body, self.lines = self.lines, outside
-        if not lanes:
-            self.line("#pragma omp simd")
-            self.open(f"for (i64 {i} = {loop.low}; {i} < {loop.high}; ++{i})")
-            self.lines += body
-            self.close()
-            return
-        self.open(f"for (i64 first = {loop.low}; first < {loop.high}; first += LANES)")
-        self.open(f"if (first + LANES <= {loop.high})")
-        for count in ("LANES", f"{loop.high} - first"):
-            self.line("#pragma omp simd")
-            self.open(f"for (i64 lane = 0; lane < {count}; ++lane)")
-            self.line(f"const i64 {i} = first + lane;")
-            self.lines += body
-            self.close()
-            self.close()
-            if count == "LANES":
-                self.open("else")
-        self.close()
-        for aim in lanes:
-            how = HOW[aim.how]
-            self.line(f"{aim.place} = {how}::of({aim.place}, total<{how}>({aim.number.name}_lanes));")
-
-    def reach(self, aim: Aim, place: str = "") -> None:
-        name = self.names[aim.number.args[0]] if aim.how else self.names[aim.number]
-        if aim.writing is not None:
-            type = COMPUTED[self.walk.elements[aim.writing.tensor].text]
-            self.line(f"put(p{aim.writing.tensor}, {sum_text(aim.writing.at)}, ({type}){name});")
-        elif aim.how:
-            place = place or aim.place
-            value = f"To<{c_type(aim.number)}>::from({name})"
-            self.line(f"{place} = {HOW[aim.how]}::of({place}, {value});")
-        else:
-            self.line(f"{aim.place} = {name};")
-
-    # ---- orders ------------------------------------------------------------------------------------------------------
-
-    def order(self, dims: Iterable[int], aims: Sequence[Aim]) -> list[int]:
-        """Dimensions as the data lies in memory, the fastest last: the accesses vote with their bytes."""
-        accesses = [(n.linear, n.tensor, n.varies) for n in self.needed(aims) if n.kind == "load"]
-        accesses += [(a.writing.at, a.writing.tensor, a.walked) for a in aims if a.writing is not None]
-        votes = [(at.terms, self.walk.points(on) * self.walk.specs[t].dtype.itemsize) for at, t, on in accesses]
-
-        def before(a: int, b: int) -> int:
-            """Negative where a goes outside of b."""
-            tally = 0
-            for terms, weight in votes:
-                if a in terms and b in terms:
-                    x, y = abs(terms[a]), abs(terms[b])
-                    tally += weight * ((x < y) - (x > y))
-            return tally or a - b
-
-        return sorted(dims, key=cmp_to_key(before))
-
-    def other_fast(self, inner: int, order: Sequence[int], aims: Sequence[Aim]) -> int | None:
-        """A dimension that is the fast one of some argument, where it is not the innermost."""
-        sums = [n.linear for n in self.needed(aims) if n.kind == "load"] + [a.writing.at for a in aims if a.writing]
-        for d in reversed(order):
-            if d != inner and any(abs(s.terms.get(d, 0)) == 1 and abs(s.terms.get(inner, 0)) > 8 for s in sums):
-                return d
-        return None
+class Code(Nests):
+    """The nests of one kernel."""
 
     # ---- pointwise ---------------------------------------------------------------------------------------------------
 
@@ -399,7 +141,7 @@ class Code:
         kept, reduced = [d for d in order if d not in dims], [d for d in order if d in dims]
         count = self.walk.points(kept)
         self.keep_dear(walked, inner, [Aim(n, walked, how=n.how) for n in group])
-        width = min(512, size[inner]) if inner in kept else 1
+        width = min(2048, size[inner]) if inner in kept else 1
         parts = [(f"i{d}", size[d]) for d in kept if d != inner]
         if inner in kept:
             parts.append((f"b{inner}", -(-size[inner] // max(width, 1))))
@@ -536,7 +278,7 @@ class Code:
         else:
             parts = [(f"i{d}", size[d]) for d in outer]
             if lane is not None:
-                parts.append((f"b{lane}", -(-size[lane] // min(size[lane], 64))))
+                parts.append((f"b{lane}", -(-size[lane] // LANE_ROWS)))
             self.tasks(parts, points)
         outside = dict(self.names)
         self.row_passes(passes, row, lane)
@@ -559,7 +301,7 @@ class Code:
         return found
 
     def passes(self, early: Sequence[Writing]) -> list[list[Aim]]:
-        """What each pass over a row is for. A sum over rows goes with the first pass that can have it, writing with the last."""
+        """What each pass over a row is for. A sum over rows goes with the first pass that can have it."""
         level = self.walk.levels()
         depth = max((level[n] for n in self.walk.along), default=0)
         found: list[list[Aim]] = [[] for _ in range(depth + 1)]
@@ -574,8 +316,8 @@ class Code:
 
     def row_passes(self, passes: list[list[Aim]], row: Sequence[int], lane: int | None) -> None:
         walk, size = self.walk, self.walk.sizes
-        block = None if lane is None else self.blocked(lane, min(size[lane], 64))
-        width = 1 if lane is None else min(size[lane], 64)
+        block = None if lane is None else self.blocked(lane, LANE_ROWS)
+        width = 1 if lane is None else min(size[lane], LANE_ROWS)
         kept_bytes = 0
         for k, aims in enumerate(passes):
             added: list[Aim] = []
@@ -607,20 +349,17 @@ class Code:
     def one_pass(self, aims: Sequence[Aim], row: Sequence[int], block: Loop | None) -> None:
         """One nest per set of dimensions that is walked; what has none of the row's is done once per row."""
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Aim]] = {}
-        lane = () if block is None else (block.dim,)
+        lane = None if block is None else block.dim
         for aim in aims:
             dims = tuple(d for d in row if d in aim.walked)
             missing = tuple(sorted(self.walk.outer - aim.walked)) if aim.writing is not None else ()
             groups.setdefault((dims, missing), []).append(aim)
         for (dims, missing), group in sorted(groups.items(), key=lambda g: -len(g[0][0])):
             loops = [Loop(d, "0", str(self.walk.sizes[d])) for d in dims]
-            if block is not None and lane[0] not in missing:
+            if block is not None and lane not in missing:
                 loops.append(block)
             outside = dict(self.names)
-            fixed = [d for d in missing if d not in lane]
-            first = [f"i{d} == 0" for d in fixed]
-            if block is not None and lane[0] in missing:
-                first.append(f"{block.low} == 0")
+            first = [f"i{d} == 0" if d != lane else f"b{d} == 0" for d in missing]
             if first:  # the same for many rows: the first of them writes it
                 self.open(f"if ({' && '.join(first)})")
             self.nest(loops, group)
@@ -651,121 +390,3 @@ class Code:
                 place = f"{n.name}_kept[i{block.dim} - {block.low}]"
                 self.nest([block], [Aim(n, n.varies, place)])
                 self.names[n] = place
-
-
-# ---- text of numbers -------------------------------------------------------------------------------------------------
-
-
-def c_type(n: Number) -> str:
-    """The type a number is computed in; whole numbers that are known to be small take 32 bits."""
-    return "i32" if n.type.text == "i64" and n.is_small else COMPUTED[n.type.text]
-
-
-def number_text(value: int) -> str:
-    return "(-9223372036854775807ll - 1)" if value == -(2**63) else f"{value}ll"
-
-
-def literal(value: float | int | bool, type: ScalarType) -> str:
-    if type.kind == "bool":
-        return "true" if value else "false"
-    if type.kind == "int":
-        return f"({COMPUTED[type.text]}){number_text(int(value))}"
-    value = float(value)
-    name = COMPUTED[type.text]
-    if name == "float" and math.isfinite(value):
-        value = (
-            math.copysign(math.inf, value)
-            if abs(value) >= 0x1.FFFFFFp127
-            else struct.unpack("f", struct.pack("f", value))[0]
-        )
-    if math.isnan(value):
-        return f'({name})__builtin_nan("")'
-    if math.isinf(value):
-        return f"({name}){'-' if value < 0 else ''}__builtin_inf()"
-    return f"({name}){value.hex()}"
-
-
-def neutral_of(n: Number) -> str:
-    if n.how in ("sum", "or"):
-        return literal(0, n.type)
-    if n.how in ("prod", "and"):
-        return literal(1, n.type)
-    sign = -1 if n.how == "max" else 1
-    if n.type.kind == "float":
-        return literal(sign * math.inf, n.type)
-    if n.type.kind == "bool":
-        return literal(sign > 0, n.type)
-    if n.type.text.startswith("ui"):
-        return literal(2**n.type.bits - 1 if sign > 0 else 0, n.type)
-    return literal(2 ** (n.type.bits - 1) - 1 if sign > 0 else -(2 ** (n.type.bits - 1)), n.type)
-
-
-def sum_text(linear: Linear) -> str:
-    """A sum of loop indices."""
-    terms = [f"i{d}" if c == 1 else f"{c} * i{d}" for d, c in sorted(linear.terms.items())]
-    if linear.constant or not terms:
-        terms.append(str(linear.constant))
-    return " + ".join(terms)
-
-
-_OPERATORS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*"}
-_BITS = {"bit_and": "&", "bit_or": "|", "bit_xor": "^"}
-_DIVISIONS = {"floor_div": "floor_div", "trunc_div": "trunc_div", "rem": "rem_any", "fmod": "fmod_any"}
-_CHOICES = {"maximum": "larger", "minimum": "smaller"}
-_WHOLE = {"floor", "ceil", "round", "trunc"}
-
-
-def apply(n: Number, args: Sequence[str]) -> str:
-    """A function of numbers as an expression."""
-    fn, type = n.kind, c_type(n)
-    kind = n.type.kind
-    if fn == "cast":
-        return f"To<{type}>::from({args[0]})"
-    if fn == "select":
-        return f"{args[0]} ? ({type}){args[1]} : ({type}){args[2]}"
-    if fn in _OPERATORS:
-        return f"{args[0]} {_OPERATORS[fn]} {args[1]}"
-    if fn == "isnan":
-        return f"{args[0]} != {args[0]}"
-    wide = type
-    if type == "i32" and n.type.text == "i64" and not all(a.is_small for a in n.args):
-        wide = "i64"  # large numbers whose result is small
-    given = [f"({wide}){a}" for a in args]
-    if fn in _ARITHMETIC:
-        if kind == "bool":
-            return f"{args[0]} {'&' if fn == 'mul' else '|' if fn == 'add' else '^'} {args[1]}"
-        return f"({type})({given[0]} {_ARITHMETIC[fn]} {given[1]})"
-    if fn in _BITS:
-        return f"({type})({given[0]} {_BITS[fn]} {given[1]})"
-    if fn in _CHOICES:
-        return f"({type}){_CHOICES[fn]}<{wide}>({given[0]}, {given[1]})"
-    if fn == "div" and kind == "float":
-        return f"{given[0]} / {given[1]}"
-    if fn in _DIVISIONS or fn == "div":
-        return f"({type}){_DIVISIONS.get(fn, 'trunc_div')}({given[0]}, {given[1]})"
-    if fn == "pow":
-        return power(n, given, type)
-    if fn == "neg":
-        return f"({type})-{given[0]}"
-    if fn == "bit_not":
-        return f"!{args[0]}" if kind == "bool" else f"({type})~{given[0]}"
-    if fn == "reciprocal":
-        return f"({type})1 / {given[0]}"
-    if fn == "rsqrt":
-        return f"({type})1 / sqrt_({given[0]})"
-    if fn in _WHOLE and kind != "float":
-        return given[0]
-    return f"({type}){fn}_({given[0]}" + "".join(f", {a}" for a in given[1:]) + ")"
-
-
-def power(n: Number, given: Sequence[str], type: str) -> str:
-    exponent = n.args[1].value if n.args[1].kind == "constant" else None
-    x = given[0]
-    if n.type.kind != "float":
-        return f"int_pow<{type}>({x}, {given[1]})"
-    if exponent in (1, 2, 3):
-        return " * ".join([x] * int(exponent))
-    if exponent == -1:
-        return f"({type})1 / {x}"
-    return f"pow_({x}, {given[1]})"

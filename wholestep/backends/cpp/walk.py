@@ -1,7 +1,7 @@
-"""A kernel of the loop dialect made ready for code: strides are put into its accesses, dimensions that belong together merged.
+"""A kernel of the loop dialect made ready for code: strides are put into its accesses, dimensions merged.
 
-Every number of the kernel becomes a `Number` that knows along which dimensions it varies. Whole numbers that are sums of
-loop indices stay such sums, so that two dimensions can be walked as one wherever no sum tells them apart.
+Every number of the kernel becomes a `Number` that knows along which dimensions it varies. Whole numbers that are sums
+of loop indices stay such sums, so that two dimensions can be walked as one wherever no sum tells them apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ..kernels import Spec
 
 #: functions that cost as much as reading many numbers: their results are kept rather than computed again
 EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf pow atan2 fmod rem floor_div random".split()
+    ("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf", "pow", "atan2", "fmod")
+    + ("rem", "floor_div", "random")
 )
 SMALL = 2**31 - 1
 
@@ -84,7 +85,7 @@ class Number:
     @property
     def is_small(self) -> bool:
         """Whether 32 bits are enough for it."""
-        return self.low is not None and self.high is not None and -SMALL <= self.low and self.high <= SMALL
+        return self.low is not None and self.high is not None and self.low >= -SMALL and self.high <= SMALL
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +156,8 @@ def walk_of(function: Op, specs: Sequence[Spec]) -> Walk:
         [reader.known[op.results[0]] for op in plan.along],
         [reader.known[op.results[0]] for op in plan.across],
     )
+    used = set(walk.behind(walk.writings))
+    walk.numbers = [n for n in walk.numbers if n in used]
     merge(walk)
     for n in walk.numbers:
         n.varies = varies(n)

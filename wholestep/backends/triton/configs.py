@@ -1,4 +1,4 @@
-"""Which configurations of a family are worth timing: the best guess first, from sizes, strides and the number of tensors."""
+"""Which configurations of a family are worth timing, the best guess first: from sizes and strides alone."""
 
 from __future__ import annotations
 

@@ -159,9 +159,10 @@ def read_weights(w, channel, TAPS: tl.constexpr):
 
 @triton.jit
 def zeros(COUNT: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    nothing = tl.zeros((LANES, VECTOR), tl.float32)
     values = ()
     for _ in tl.static_range(COUNT):
-        values = values + (tl.zeros((LANES, VECTOR), tl.float32),)
+        values = values + (nothing,)
     return values
 
 
@@ -188,8 +189,9 @@ def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.conste
     if SCALED:
         scales = tl.load(scale + channel)
         shifts = tl.load(shift + channel)
-    total = tl.zeros((LANES, VECTOR), tl.float32)
-    squares = tl.zeros((LANES, VECTOR), tl.float32)
+    nothing = tl.zeros((LANES, VECTOR), tl.float32)
+    total = nothing
+    squares = nothing
     opened = zeros((OPEN - 1) * COLUMNS, LANES, VECTOR)
     if PREFETCH:
         ahead = read_rows(image, begin, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
@@ -208,7 +210,7 @@ def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.conste
         for q in tl.static_range(OPEN):
             for u in tl.static_range(COLUMNS):
                 if q == 0:
-                    value = tl.zeros((LANES, VECTOR), tl.float32)
+                    value = nothing
                 else:
                     value = opened[(q - 1) * COLUMNS + u]
                 for a in tl.static_range(STRIDE_H):
@@ -260,6 +262,7 @@ def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.cons
     stop = (end - 1 + PAD_H) // STRIDE_H + 1
     # rows of dy that any walk needs: one more where walks begin at odd places
     STEPS: tl.constexpr = (ROWS - 1 + (PAD_H if ROWS % STRIDE_H == 0 else 1) % STRIDE_H) // STRIDE_H + REACH
+    nothing = tl.zeros((LANES, VECTOR), tl.float32)
     opened = zeros((OPEN - STRIDE_H) * COLUMNS, LANES, VECTOR)
     if PREFETCH:
         ahead = read_rows(image, start, True, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
@@ -278,7 +281,7 @@ def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.cons
                 if i < OPEN - STRIDE_H:
                     value = opened[i * COLUMNS + u]
                 else:
-                    value = tl.zeros((LANES, VECTOR), tl.float32)
+                    value = nothing
                 if i < KH:
                     for j in tl.static_range(KW):
                         if meets(u + PAD_W - j, STRIDE_W, STRIPS, OW):

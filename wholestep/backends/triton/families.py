@@ -15,9 +15,8 @@ import torch
 
 from ...dialects.loop import Reduce, Store, schedule
 from ...ir.core import Op, Value
-from ...ir.types import BOOL
 from ..kernels import Spec
-from .scalars import NoText, Number, accumulator_type, combined, neutral, number_type
+from .scalars import NoText, accumulator_type, combined, neutral, number_type
 from .text import Axis, Text, axis, module_text
 from .walk import Dim, Walk, fast_dim
 
@@ -62,7 +61,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Rows:
-    """`rows` rows at a time. `block` covers the row, which is then read once, or (`looped`) is walked along it in passes."""
+    """`rows` rows at a time. `block` covers a row, which is then read once, or (`looped`) walks along it in passes."""
 
     rows: int
     block: int
@@ -111,20 +110,23 @@ class Generated:
     scratch: tuple[Spec, ...]
 
 
+#: functions, how many programs each has, and scratch memory
+Written = tuple[list[Text], list[int], tuple[Spec, ...]]
+
+
 class Family:
     """What a kernel needs, before a configuration is chosen."""
 
     def __init__(self, function: Op, specs: Sequence[Spec]):
         self.function = function
         self.walk = walk = Walk(function, specs)
-        self.schedule = schedule(function)
-        self.reductions = [op for op in walk.ops if op.definition is Reduce]
+        self.reductions = [op for op in walk.ops if op.definition is Reduce and not walk.trivial(op)]
         self.stores = [op for op in walk.ops if op.definition is Store]
         self.behind: dict[Value, frozenset[Op]] = {}
         for op in walk.ops:
             found = frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
             for result in op.results:
-                self.behind[result] = found | ({op} if op.definition is Reduce else set())
+                self.behind[result] = found | ({op} if op in self.reductions else set())
         used = walk.used_dims()
         kinds = {frozenset(op.attributes["dims"]) & used for op in self.reductions}
         #: whether rows come back: some number needs a whole row before it can be computed
@@ -143,8 +145,9 @@ class Family:
             self.row = used - next(iter(kinds))  # what is kept
         else:
             self.kind = "rows"
-            self.row = frozenset(self.schedule.row) & used
-        across = set(self.schedule.across) if self.kind == "rows" else set(self.reductions)
+            plan = schedule(function)
+            self.row = frozenset(plan.row) & used
+        across = set(plan.across) if self.kind == "rows" else set(self.reductions)
         self.across = [op for op in self.reductions if op in across]
         self.along = [op for op in self.reductions if op not in across]
         self.after = [s for s in self.stores if self.behind[s.operands[0]] & across]
@@ -224,14 +227,14 @@ class Family:
             functions.append(Function(text.name, tuple(used), grid, warps))
         return Generated(module_text(texts, arguments), tuple(functions), scratch)
 
-    def blocks(self, config: Blocks):
+    def blocks(self, config: Blocks) -> Written:
         x = axis("x", self.inside, config.block, 0)
         text = Text(self.walk, (x,), "pointwise")
         text.start(x, f"{text.pid()} * {config.block}")
         text.ready(text.needed(self.stores))
         return [text], [x.blocks], ()
 
-    def tiles(self, config: Tiles):
+    def tiles(self, config: Tiles) -> Written:
         both = self.fast_dims()
         assert both is not None, "tiles are for tensors that disagree"
         across, along = both
@@ -261,7 +264,7 @@ class Family:
         others = [d for d in order[1:] if order[0] in reach[d] and d in reach[order[0]]]
         return (others[0], order[0]) if others else None
 
-    def rows(self, config: Rows):
+    def rows(self, config: Rows) -> Written:
         if config.looped and any(self.kept(op) for op in self.across):
             raise NoText("sums over rows that are not held whole")
         r = axis("r", self.outside, config.rows, 0 if config.rows > 1 else None)
@@ -308,7 +311,7 @@ class Family:
         targets = [*self.across, *self.before]
         if not looped:
             for op in text.needed(targets):
-                if op.definition is not Reduce:
+                if op not in self.reductions:
                     text.ready([op])
                 elif op in sums:
                     text.accumulate(sums[op][0], op, sums[op][1])
@@ -351,7 +354,7 @@ class Family:
         dtype = TORCH[accumulator_type(op.attributes["dtype"])]
         return Spec((programs, size), (size, 1), dtype) if size else Spec((programs,), (1,), dtype)
 
-    def sums(self, config: Sums):
+    def sums(self, config: Sums) -> Written:
         k = axis("k", self.inside, config.kept, 1 if config.kept > 1 else None)
         n = axis("n", self.outside, config.reduced, 0)
         text = Text(self.walk, (n, k), "sums")
@@ -452,6 +455,3 @@ def unsupported(specs: Iterable[Spec], function: Op) -> str:
         if any(s < 0 for s in spec.strides):
             return "a tensor has a negative stride"
     return ""
-
-
-__all__ = ["BOOL", "Blocks", "Config", "Family", "Function", "Generated", "Number", "Rows", "Sums", "Tiles"]

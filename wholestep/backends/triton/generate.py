@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -19,14 +19,31 @@ from ...dialects.loop import NoSchedule
 from ...ir.core import Op
 from ..kernels import Spec
 from .configs import configs
-from .families import Config, Family, Function, unsupported
+from .families import Family, Function, Generated, unsupported
 from .scalars import POINTERS, NoText
+from .walk import Walk
 
 if TYPE_CHECKING:
     from .compiling import CompileInfo
 
+C = TypeVar("C", contravariant=True)
 #: what the generator is compiled for where no GPU says otherwise
 CAPABILITY = 90
+#: the function of a batched source for tensors that start at any element
+UNALIGNED = "batch_unaligned"
+
+
+@dataclass(frozen=True)
+class Batched:
+    """Kernels that one launch runs: how many points each has, tensors per kernel, points per program."""
+
+    sizes: tuple[int, ...]
+    tensors: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return sum(-(-n // self.block) for n in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Candidate:
     functions: tuple[Function, ...]
     #: Triton's pointer types of arguments and scratch
     pointers: tuple[str, ...]
+    #: of several kernels in one launch
+    batched: Batched | None = None
 
 
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
@@ -63,7 +82,15 @@ def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     return [candidate(family, config) for config in configs(family)]
 
 
-def candidate(family: Family, config: Config) -> Candidate:
+class Writer(Protocol[C]):
+    """A kernel that can be written in configurations."""
+
+    walk: Walk
+
+    def generate(self, config: C) -> Generated: ...
+
+
+def candidate(family: Writer[C], config: C) -> Candidate:
     """One configuration of a kernel."""
     made = family.generate(config)
     elements = [str(a.type.element) for a in family.walk.block.arguments]
@@ -75,9 +102,23 @@ def candidate(family: Family, config: Config) -> Candidate:
     )
 
 
-def digest(source: str, functions: Sequence[Function], pointers: Sequence[str]) -> str:
+def batch_key(function: Op, specs: Sequence[Spec]) -> str:
+    """Kernels with the same key can be batched; "" where a kernel cannot be."""
+    from .batch import key
+
+    return key(function, specs)
+
+
+def batch(kernels: Sequence[tuple[Op, Sequence[Spec]]]) -> Candidate:
+    """Pointwise kernels with the same body as one launch. Its callable takes the tensors of all, kernel by kernel."""
+    from .batch import batch
+
+    return batch(kernels)
+
+
+def digest(source: str, functions: Sequence[Function], pointers: Sequence[str], more: object = None) -> str:
     """Equal kernels have equal keys."""
-    content = [source, [asdict(f) for f in functions], list(pointers), target()]
+    content = [source, [asdict(f) for f in functions], list(pointers), target(), more]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -107,7 +148,7 @@ def build(
 def compile_for(
     candidates: Sequence[Candidate], capability: int = CAPABILITY, report: Callable[[int, int], None] | None = None
 ) -> dict[str, CompileInfo | Exception]:
-    """Compiles without a GPU, for one of a compute capability: what each candidate needs, or why it does not compile."""
+    """Compiles without a GPU, for a compute capability: what each candidate needs, or why it does not compile."""
     from .compiling import compile_for
 
     return compile_for(candidates, capability, report)

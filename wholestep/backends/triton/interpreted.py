@@ -1,4 +1,4 @@
-"""Generated kernels run by Triton's interpreter (TRITON_INTERPRET=1): libdevice's functions in torch, for tests without a GPU."""
+"""What Triton's interpreter (TRITON_INTERPRET=1) lacks: libdevice's functions, in torch, for tests without a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""From the source of a candidate to something that can be called with tensors: through the interpreter, or as a launch."""
+"""From the source of a candidate to what can be called with tensors: through the interpreter, or as a launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,38 @@ from .worker import compiled, functions_of
 
 if TYPE_CHECKING:
     from .families import Function
-    from .generate import Candidate
+    from .generate import Batched, Candidate
 
 Report = Callable[[int, int], None] | None
 #: bytes per thread outside of registers above which a kernel is not worth timing
 MOST_SPILLS = 512
+
+
+class Tables:
+    """What a batched launch reads: per kernel its tensors' addresses and its size, per program its kernel and place.
+
+    Made when addresses are first seen, and again if they change.
+    """
+
+    def __init__(self, batched: Batched):
+        self.batched = batched
+        self.pointers: list[int] = []
+        self.tensors: tuple[torch.Tensor, ...] = ()
+
+    def of(self, pointers: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+        if pointers == self.pointers:
+            return self.tensors
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError("tensors of a batched kernel moved. Try: run one step before a CUDA graph is captured")
+        width, step = self.batched.tensors, self.batched.block
+        rows, blocks = [], []
+        for k, size in enumerate(self.batched.sizes):
+            rows.append([*pointers[k * width : (k + 1) * width], size])
+            blocks += [[k, first] for first in range(0, size, step)]
+        table = torch.tensor(rows, dtype=torch.int64).to(device)
+        self.tensors = (table, torch.tensor(blocks, dtype=torch.int32).to(device))
+        self.pointers = pointers
+        return self.tensors
 
 
 class Unfit(Exception):
@@ -40,7 +68,11 @@ def interpreted(candidates: Sequence[Candidate], report: Report) -> dict[str, Ca
 
 
 def interpreter(candidate: Candidate, space: dict[str, Any]) -> Callable[..., None]:
+    tables = Tables(candidate.batched) if candidate.batched is not None else None
+
     def run(*tensors: torch.Tensor) -> None:
+        if tables is not None:
+            tensors = tables.of([t.data_ptr() for t in tensors], torch.device("cpu"))
         for function in candidate.functions:
             if function.grid:
                 space[function.name][(function.grid,)](*(tensors[i] for i in function.arguments))
@@ -55,9 +87,11 @@ def native(candidates: Sequence[Candidate], report: Report) -> dict[str, Callabl
     if not torch.cuda.is_available():
         error = InputError("generated Triton kernels run on an NVIDIA GPU and there is none here")
         return {c.key: error for c in candidates}
+    from triton.runtime import driver
+
     major, minor = torch.cuda.get_device_capability()
     capability = 10 * major + minor
-    room = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    room = driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
     infos = compile_for(candidates, capability, report)
     made: dict[str, Callable[..., None] | Exception] = {}
     for candidate in candidates:
@@ -81,31 +115,38 @@ class Launch:
     """Launches the kernels of a candidate on torch's current stream. It allocates nothing."""
 
     def __init__(self, candidate: Candidate, capability: int):
-        from triton import knobs
         from triton.runtime import driver
 
-        knobs.cache.dir = str(triton_cache())
         self.candidate = candidate
         self.capability = capability
         self.functions = [f for f in candidate.functions if f.grid]
         self.device = driver.active.get_current_device()
         self.stream = driver.active.get_current_stream
+        self.tables = Tables(candidate.batched) if candidate.batched is not None else None
         self.variants = {True: [self.load(f, True) for f in self.functions]}
 
     def load(self, function: Function, aligned: bool) -> tuple[Any, ...]:
         """The kernel, from Triton's cache or compiled here, on the GPU; what its launcher takes."""
-        kernel = compiled(job_of(self.candidate, function, self.capability, aligned))
-        return kernel.run, kernel.function, kernel.packed_metadata, function.grid, function.arguments
+        from triton import knobs
+
+        from .generate import UNALIGNED
+
+        if self.tables is not None and not aligned:
+            function = replace(function, name=UNALIGNED)
+        with knobs.cache.scope():  # the user's own kernels keep their cache
+            knobs.cache.dir = str(triton_cache())
+            kernel = compiled(job_of(self.candidate, function, self.capability, aligned))
+            run = kernel.run  # loads the kernel
+        return run, kernel.function, kernel.packed_metadata, function.grid, function.arguments
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         pointers = [t.data_ptr() for t in tensors]
-        self.launch(pointers)
-
-    def launch(self, pointers: Sequence[int]) -> None:
         bits = 0
         for p in pointers:
             bits |= p
         aligned = not bits & 15
+        if self.tables is not None:
+            pointers = [t.data_ptr() for t in self.tables.of(pointers, tensors[0].device)]
         kernels = self.variants.get(aligned)
         if kernels is None:  # tensors that start at an odd element: compiled when they are first seen
             kernels = self.variants[aligned] = [self.load(f, aligned) for f in self.functions]

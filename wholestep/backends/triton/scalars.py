@@ -116,7 +116,7 @@ def apply(fn: str, args: list[Number], element: ScalarType) -> tuple[Number, tup
         return Number(f"{args[0].to(common)} {COMPARISONS[fn]} {args[1].to(common)}", "tl.int1"), ()
     if fn == "isnan":
         x = args[0]
-        return Number(f"{x.text} != {x.text}" if x.type in FLOATS else f"{x.text} != {x.text}", "tl.int1"), ()
+        return Number(f"{x.text} != {x.text}", "tl.int1"), ()
     if fn == "select":
         return Number(f"tl.where({args[0].to('tl.int1')}, {args[1].to(out)}, {args[2].to(out)})", out), ()
     if fn == "cast":
@@ -283,7 +283,7 @@ def reduced(kind: str, x: str, axis: int | None, keep: bool, type: str) -> tuple
     floats = type in FLOATS
     if kind == "sum":
         return f"tl.sum({x}, {place}).to({type})", ()
-    if kind in ("max", "min") and floats or kind == "prod":
+    if (kind in ("max", "min") and floats) or kind == "prod":
         helper = {"max": "larger", "min": "smaller", "prod": "product"}[kind]
         order = f"{axis}, {helper}, keep_dims=True" if keep else f"{axis}, {helper}"
         return f"tl.reduce({x}, {order})", (helper,)

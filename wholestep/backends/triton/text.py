@@ -1,7 +1,7 @@
 """Writes the ops of a kernel as Triton text over a tile.
 
-A tile has one or two *axes*, each a run of iteration dimensions that is walked as one. A number is written in the shape it
-needs: along no axis it is a scalar, along one a vector, and Triton broadcasts where they meet.
+A tile has one or two *axes*, each a run of iteration dimensions that is walked as one. A number is written in the shape
+it needs: along no axis it is a scalar, along one a vector, and Triton broadcasts where they meet.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class Text:
     def pid(self) -> str:
         return "tl.program_id(0).to(tl.int64)" if self.walk.wide else "tl.program_id(0)"
 
+    @property
+    def widened(self) -> str:
+        return ".to(tl.int64)" if self.walk.wide else ""
+
     @contextmanager
     def loop(self, header: str) -> Iterator[None]:
         """What is written inside is forgotten at the end."""
@@ -103,7 +107,7 @@ class Text:
             self.line(f"{n} = {first}")
         else:
             expand = self.expand(axis)
-            self.line(f"{n} = ({first} + tl.arange(0, {axis.block})){expand}")
+            self.line(f"{n} = ({first} + tl.arange(0, {axis.block})){expand}{self.widened}")
             self.masks.pop(n, None)
             if axis.size % axis.block or not axis.size:
                 self.masks[n] = f"in_{n}"
@@ -179,7 +183,9 @@ class Text:
     def ready(self, ops: Iterable[Op]) -> None:
         """Writes those ops that lie along open axes only and whose operands are known."""
         for op in ops:
-            if op.definition is Reduce or op in self.written or (op.results and op.results[0] in self.names):
+            if op.definition is Reduce and not self.walk.trivial(op):
+                continue
+            if op in self.written or (op.results and op.results[0] in self.names):
                 continue
             if not all(a in self.open for a in self.op_axes(op)):
                 continue
@@ -206,6 +212,9 @@ class Text:
             self.load(op)
         elif op.definition is Random:
             self.random(op)
+        elif op.definition is Reduce:  # of one point
+            type = number_type(op.attributes["dtype"])
+            self.bind(result, Number(self.names[op.operands[0]].to(type), type))
         else:
             assert op.definition is Apply, op
             self.apply(op)
@@ -232,7 +241,7 @@ class Text:
         if not form.dims:
             type = "tl.int32" if abs(form.constant) <= INT32 else "tl.int64"
             return Number(literal(form.constant, type), type, form.constant)
-        narrow = -INT32 <= low and high <= INT32 and not self.walk.wide
+        narrow = low >= -INT32 and high <= INT32 and not self.walk.wide
         text = self.form_text(form, "" if narrow or self.walk.wide else ".to(tl.int64)")
         name = self.fresh("n")
         self.line(f"{name} = {text}")
@@ -303,17 +312,20 @@ class Text:
         quads = self.quads(op)
         at = f"{n}_at"
         if quads is not None:  # four neighbours share a block of words
-            self.line(f"{quads.name}_4 = ({self.starts[quads.name]} + tl.arange(0, {quads.block // 4}) * 4){self.expand(quads)}")
-            self.indices(quads, f"{quads.name}_4", "_4")
+            points = f"{self.starts[quads.name]} + tl.arange(0, {quads.block // 4}) * 4"
+            self.line(f"{quads.name}q = ({points}){self.expand(quads)}{self.widened}")
+            self.indices(quads, f"{quads.name}q", "q")
             text = self.form_text(self.walk.forms[op.operands[3]], "" if self.walk.wide else ".to(tl.int64)")
             for dim in quads.dims:
-                text = re.sub(rf"\b{self.index(dim)}\b", f"{self.index(dim)}_4", text)
+                text = re.sub(rf"\b{self.index(dim)}\b", f"{self.index(dim)}q", text)
             self.line(f"{at} = {text}")
         else:
             self.line(f"{at} = {element.text}")
         self.line(f"{n}_block = ({at} // 4).to(tl.uint32)")
         self.line(f"{n}_zero = {n}_block * 0")
-        self.line(f"{n}_upper = ({micro_batch.to('tl.int64')} | (({counter.to('tl.int64')} >> 32) << 16)).to(tl.uint32)")
+        self.line(
+            f"{n}_upper = ({micro_batch.to('tl.int64')} | (({counter.to('tl.int64')} >> 32) << 16)).to(tl.uint32)"
+        )
         words = ", ".join(f"{n}_{k}" for k in range(4))
         stream = literal(op.attributes["stream"], "tl.uint32")
         self.line(
@@ -329,13 +341,17 @@ class Text:
         self.bind(op.results[0], Number(f"({word} >> {32 - bits}).to(tl.float32) * {2.0**-bits!r}", "tl.float32"))
 
     def quads(self, op: Op) -> Axis | None:
-        """The axis along which each four neighbours of the tile have four neighbouring elements, from a multiple of four."""
+        """The axis along which four neighbours in the tile have four neighbouring elements, from a multiple of four."""
         form = self.walk.forms.get(op.operands[3])
         axes = self.tiled(self.op_axes(op))
         if form is None or not axes or form.constant % 4:
             return None
         fast = max(axes, key=lambda a: a.position or 0)
-        if fast.block % 4 or form.terms[fast.dims[-1].parts[-1]] != 1 or (len(fast.dims) > 1 and fast.dims[-1].size % 4):
+        if (
+            fast.block % 4
+            or form.terms[fast.dims[-1].parts[-1]] != 1
+            or (len(fast.dims) > 1 and fast.dims[-1].size % 4)
+        ):
             return None
         others = [d for a in self.axes for d in a.dims if d is not fast.dims[-1]]
         return fast if all(form.terms[d.parts[-1]] % 4 == 0 for d in others) else None

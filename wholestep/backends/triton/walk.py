@@ -1,7 +1,8 @@
 """What a generator asks of a kernel's access maps: offsets in memory, guards, and which iteration dimensions are one.
 
-Everything is an affine *form* of the iteration dimensions: the offset of an access, an index that is compared with a limit.
-Two dimensions may be walked as one when every form agrees; they are put into the order of the largest tensors' memory.
+Everything is an affine *form* of the iteration dimensions: the offset of an access, an index that is compared with a
+limit. Two dimensions may be walked as one when every form agrees; they are put into the order of the largest tensors'
+memory.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Walk:
         #: forms that are numbers of the kernel: the random element, an index that is compared
         consumed = {v for op in self.ops for v in op.operands if not op.results or op.results[0] not in self.forms}
         self.counted = [f for v, f in self.forms.items() if v in consumed and f.dims]
-        self.dims_of = self.varying()
+        self.dims_of: dict[Value, frozenset[int]] = {}
+        self.vary()
 
     # ---- forms -------------------------------------------------------------------------------------------------------
 
@@ -142,9 +144,8 @@ class Walk:
         dims = dims.union(*(self.dims_of[v] for v, _ in access.numbers))
         return frozenset(d for d in dims if self.sizes[d] != 1)
 
-    def varying(self) -> dict[Value, frozenset[int]]:
-        """The iteration dimensions that each number changes along, as memory has it: not along a stride of zero."""
-        self.dims_of: dict[Value, frozenset[int]] = {}
+    def vary(self) -> None:
+        """Finds the iteration dimensions that each number changes along: not those with a stride of zero."""
         for op in self.ops:
             if not op.results:
                 continue
@@ -158,7 +159,10 @@ class Walk:
                 if op.definition is Reduce:
                     found -= frozenset(op.attributes["dims"])
             self.dims_of[result] = frozenset(d for d in found if self.sizes[d] != 1)
-        return self.dims_of
+
+    def trivial(self, op: Op) -> bool:
+        """Whether a reduction has one point only."""
+        return all(self.sizes[d] == 1 for d in op.attributes["dims"])
 
     def used_dims(self) -> frozenset[int]:
         """All iteration dimensions that something changes along or is reduced over."""

@@ -1,4 +1,4 @@
-"""Compiles kernels into Triton's cache: a script of its own that needs Triton alone, one JSON job per line of its input.
+"""Compiles kernels into Triton's cache: a script of its own that needs Triton alone, one JSON job per line of input.
 
 Run by `compiling.py`, several at a time. It never touches a GPU and imports neither torch nor the training program.
 """

@@ -92,7 +92,7 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             dims = op.attributes["dims"]
             x = numbers[op.operands[0]]
             if op.attributes["kind"] == "prod":
-                value = x.movedim(dims, range(-len(dims), 0)).flatten(-len(dims)).prod(-1) if dims else x
+                value = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).prod(-1) if dims else x
             else:
                 value = _REDUCE[op.attributes["kind"]](x, dims) if dims else x
             for d in sorted(dims):

@@ -76,6 +76,11 @@ def varying(function: Op) -> dict[Value, frozenset[int]]:
     return found
 
 
+def stored_along(op: Op) -> frozenset[int]:
+    """The iteration dimensions along which a store writes different elements."""
+    return frozenset(d for row in op.attributes["map"] for d, c in enumerate(row[:-1]) if c)
+
+
 def schedule(function: Op) -> Schedule:
     """How to walk a kernel; NoSchedule where one walk is not enough."""
     sizes = space_of(function)
@@ -93,7 +98,7 @@ def schedule(function: Op) -> Schedule:
             behind[result] = made
     inner: dict[Op, None] = {}
     for op in block:
-        points = dims_of[op.results[0]] if op.results else dims_of[op.operands[0]] if op.definition is Store else set()
+        points = dims_of[op.results[0]] if op.results else stored_along(op) if op.definition is Store else set()
         for value in op.operands:
             for reduction in behind.get(value, ()):
                 if reduction is not op and points & set(reduction.attributes["dims"]):

@@ -92,21 +92,65 @@ def _roles(op: Op, order: str) -> Roles:
     return conv_roles(op, x, w, y, order)
 
 
-def window_places(k, places, taps, stride, padding, dilation) -> list:
-    """Where the taps of the windows at some places lie."""
-    return [
-        k.joined([k.shifted(k.scaled(place, s), -p), k.scaled(tap, d)], [1, 1])
-        for place, tap, s, p, d in zip(places, taps, stride, padding, dilation, strict=True)
-    ]
+# ---- as loops --------------------------------------------------------------------------------------------------------
 
 
-def padded(k, value, index):
-    """The number a value has at an index, 0 outside of it. A load is 0 there by itself."""
-    inside = True
-    for place, size in zip(index, value.type.shape, strict=True):
-        inside = k.both(inside, k.between(place, 0, size))
-    number = k.at(value, index)
-    return number if value in k.arguments else k.choose(inside, number, k.constant(0, value.type.element))
+def convolved(k, op: Op, x, w, index, spreads: bool):
+    """One element of a convolution of x. `spreads`: windows lie in the result, as in the adjoint of a convolution."""
+    image, out, *places = index
+    taps = [k.walk(n) for n in w.type.shape[2:]]
+    inner = out
+    if op.groups == 1:
+        channel = source = walked(k, x, 1)
+    else:  # the inputs of a group lie side by side, as its outputs do
+        width = x.type.shape[1] // op.groups
+        channel = k.walk(width)
+        group, inner = k.divided(out, op.results[0].type.shape[1] // op.groups)
+        source = k.joined([group, channel], [op.groups, width])
+    seen, inside = [], True
+    for place, tap, s, p, d in zip(places, taps, op.stride, op.padding, op.dilation, strict=True):
+        if spreads:
+            at, exact = k.quotient(k.joined([k.shifted(place, p), k.scaled(tap, -d)], [1, 1]), s)
+            inside = k.both(inside, exact)
+        else:
+            at = under(k, place, tap, s, p, d)
+        seen.append(at)
+    weight = k.at(w, [source, inner, *taps] if spreads else [out, channel, *taps])
+    element = op.results[0].type.element
+    product = k.apply("mul", padded(k, x, [image, source, *seen], inside), weight, dtype=element)
+    return k.reduce(product, "sum", [channel, *taps], index, element)
+
+
+def kernel_gradient(k, op: Op, x, dy, index):
+    """One element of the gradient of a kernel: the windows lie in x, or in dy where the convolution is transposed."""
+    wide, narrow = (dy, x) if op.transposed else (x, dy)
+    channel, source, *taps = index
+    if op.groups > 1:
+        group, _ = k.divided(channel, narrow.type.shape[1] // op.groups)
+        source = k.joined([group, source], [op.groups, op.dw.type.shape[1]])
+    image, *places = (walked(k, narrow, d) for d in range(narrow.type.rank) if d != 1)
+    seen = [under(k, *each) for each in zip(places, taps, op.stride, op.padding, op.dilation, strict=True)]
+    element = op.dw.type.element
+    product = k.apply(
+        "mul", padded(k, wide, [image, source, *seen]), k.at(narrow, [image, channel, *places]), dtype=element
+    )
+    return k.reduce(product, "sum", [image, *places], index, element)
+
+
+def under(k, place, tap, stride: int, padding: int, dilation: int = 1):
+    """Where a tap of the window at a place lies."""
+    return k.joined([k.shifted(k.scaled(place, stride), -padding), k.scaled(tap, dilation)], [1, 1])
+
+
+def padded(k, value, index, inside=True):
+    """The number a value has at an index; 0 outside of it, as a load is by itself, and where `inside` is not true."""
+    if value not in k.arguments:
+        for place, size in zip(index, value.type.shape, strict=True):
+            inside = k.both(inside, k.between(place, 0, size))
+    return k.choose(inside, k.at(value, index), k.constant(0, value.type.element))
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
 
 
 @step.op
@@ -145,21 +189,8 @@ class Conv(ConvolutionLike):
 
     @staticmethod
     def element(k, op, index):
-        image, out, *places = index
-        taps = [k.walk(n) for n in op.w.type.shape[2:]]
-        element = op.y.type.element
-        if op.groups == 1:
-            channel = source = walked(k, op.x, 1)
-        else:  # the inputs of a group lie side by side, as its outputs do
-            width = op.w.type.shape[1]
-            channel = k.walk(width)
-            group, _ = k.divided(out, op.w.type.shape[0] // op.groups)
-            source = k.joined([group, channel], [op.groups, width])
-        seen = window_places(k, places, taps, op.stride, op.padding, op.dilation)
-        x = padded(k, op.x, [image, source, *seen])
-        product = k.apply("mul", x, k.at(op.w, [out, channel, *taps]), dtype=element)
-        total = k.reduce(product, "sum", [channel, *taps], index, element)
-        return total if op.bias is None else k.apply("add", total, k.at(op.bias, [out]), dtype=element)
+        total = convolved(k, op, op.x, op.w, index, op.transposed)
+        return total if op.bias is None else k.apply("add", total, k.at(op.bias, [index[1]]), dtype=op.y.type.element)
 
     @staticmethod
     def derivative(b, op, dy):
@@ -197,6 +228,10 @@ class ConvInputGrad(ConvolutionLike):
         return lambda dy, w: aten.convolution_backward.default(dy, blank(dy, shape), w, None, *args, mask)[0]
 
     @staticmethod
+    def element(k, op, index):
+        return convolved(k, op, op.dy, op.w, index, not op.transposed)
+
+    @staticmethod
     def flops(op):
         return multiply_adds(op, op.dx.type, op.dy.type, op.w.type)
 
@@ -223,6 +258,10 @@ class ConvWeightGrad(ConvolutionLike):
         shape, args = op.weight_shape, window(op)
         mask = [False, True, False]
         return lambda x, dy: aten.convolution_backward.default(dy, x, blank(x, shape), None, *args, mask)[1]
+
+    @staticmethod
+    def element(k, op, index):
+        return kernel_gradient(k, op, op.x, op.dy, index)
 
     @staticmethod
     def flops(op):

@@ -10,6 +10,7 @@ from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
 from ...ir.types import I64, TensorType
 from .base import LABELS, Roles, StepOp, step
+from .convolution import padded, under
 from .support import blank
 
 aten = torch.ops.aten
@@ -224,6 +225,26 @@ class AvgPool(AverageWindow):
         args = _average_arguments(op, lift)
         pool = aten.avg_pool3d if len(op.kernel) == 3 else aten.avg_pool2d
         return lambda x: lift.down(pool.default(lift.up(x), *args))
+
+    @staticmethod
+    def element(k, op, index):
+        n, element = len(op.kernel), op.y.type.element
+        lead, places = index[: len(index) - n], index[len(index) - n :]
+        taps = [k.walk(size) for size in op.kernel]
+        seen = [under(k, *each) for each in zip(places, taps, op.stride, op.padding, strict=True)]
+        total = k.reduce(padded(k, op.x, [*lead, *seen]), "sum", taps, index, element)
+        if op.divisor_override is not None:
+            return k.apply("div", total, k.constant(op.divisor_override, element), dtype=element)
+        counts = True
+        for place, size, p in zip(seen, op.x.type.shape[len(lead) :], op.padding, strict=True):
+            border = p if op.count_include_pad else 0
+            counts = k.both(counts, k.between(place, -border, size + border))
+        if counts is True:
+            count = k.constant(math.prod(op.kernel), element)
+        else:
+            one = k.choose(counts, k.constant(1, element), k.constant(0, element))
+            count = k.reduce(one, "sum", taps, index, element)
+        return k.apply("div", total, count, dtype=element)
 
     @staticmethod
     def derivative(b, op, dy):

@@ -1,0 +1,502 @@
+"""Matrix products with their surroundings in one kernel, against cuBLAS with generated kernels for the rest.
+
+The layers of GPT-2 at 8192 tokens and the 1x1 convolutions of ResNet-50. Every configuration is compared with PyTorch
+before it is timed; times are medians of CUDA graphs of ten calls on rotating tensors, in turns.
+`python bench/kernels_gemm.py --out FILE.md` on a GPU. Without one: `--compile` compiles everything for sm_90 and says
+what it needs; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from wholestep.backends.kernels import Spec  # noqa: E402
+from wholestep.backends.triton import contraction, generate  # noqa: E402
+from wholestep.dialects.step import StepBuilder  # noqa: E402
+from wholestep.dialects.step.base import ir_dtype, torch_dtype  # noqa: E402
+from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
+from wholestep.ir.core import Op, Value  # noqa: E402
+from wholestep.ir.types import F32, TensorType  # noqa: E402
+from wholestep.transforms.loops import lowered  # noqa: E402
+
+BF16, FLOAT = torch.bfloat16, torch.float32
+#: calls in a CUDA graph, sets of tensors they rotate through, rounds of timing
+CALLS, SETS, ROUNDS = 10, 4, 9
+#: share of the largest value by which bf16 results may differ, and sums
+TOLERANCE = {BF16: 2e-2, FLOAT: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product and its surroundings: `before` gives the factors and `after` the results, from a builder and inputs."""
+
+    name: str
+    #: shape and type by name
+    inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    spec: str
+    before: Callable[[Any, dict[str, Value]], tuple[Value, Value]]
+    after: Callable[[Any, Value, dict[str, Value]], list[Value]]
+    #: a bias that cuBLAS adds by itself
+    bias: str = ""
+    flops: int = field(default=0)
+
+
+def plain(x: str, w: str) -> Callable[[Any, dict[str, Value]], tuple[Value, Value]]:
+    return lambda b, v: (v[x], v[w])
+
+
+def gpt2(tokens: int, width: int) -> list[Case]:
+    four, three = 4 * width, 3 * width
+
+    def half(*shape: int) -> tuple[tuple[int, ...], torch.dtype]:
+        return shape, BF16
+
+    def forward(name: str, k: int, n: int, after: Any, **more: Any) -> Case:
+        inputs = {"x": half(tokens, k), "w": half(n, k), "bias": half(n), **more}
+        return Case(name, inputs, "mk,nk->mn", plain("x", "w"), after, "bias", 2 * tokens * k * n)
+
+    def input_grad(name: str, k: int, n: int, after: Any, **more: Any) -> Case:
+        inputs = {"dy": half(tokens, k), "w": half(k, n), **more}
+        return Case(name, inputs, "mk,kn->mn", plain("dy", "w"), after, "", 2 * tokens * k * n)
+
+    def weight_grad(name: str, m: int, n: int) -> Case:
+        after = lambda b, y, v: [b.cast(y, dtype=F32)]  # noqa: E731
+        inputs = {"dy": half(tokens, m), "x": half(tokens, n)}
+        return Case(name, inputs, "km,kn->mn", plain("dy", "x"), after, "", 2 * tokens * m * n)
+
+    def slope(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+        d = b.gelu_grad(y, v["pre"], approximate="tanh")
+        return [d, b.sum(b.cast(d, dtype=F32), dims=(0,))]
+
+    residual = lambda b, y, v: [b.add(y, v["r"])]  # noqa: E731
+    return [
+        forward(f"{width} to {three}, bias", width, three, lambda b, y, v: [y]),
+        forward(f"{width} to {width}, bias, residual", width, width, residual, r=half(tokens, width)),
+        forward(f"{width} to {four}, bias, gelu, both kept", width, four,
+                lambda b, y, v: [y, b.gelu(y, approximate="tanh")]),
+        forward(f"{four} to {width}, bias, residual", four, width, residual, r=half(tokens, width)),
+        input_grad(f"dx {width} to {four}, gelu', column sums", width, four, slope, pre=half(tokens, four)),
+        input_grad(f"dx {four} to {width}", four, width, lambda b, y, v: [y]),
+        input_grad(f"dx {three} to {width}, added to a gradient", three, width, residual, r=half(tokens, width)),
+        weight_grad(f"dw {four} x {width}, f32", four, width),
+        weight_grad(f"dw {three} x {width}, f32", three, width),
+        weight_grad(f"dw {width} x {width}, f32", width, width),
+    ]  # fmt: skip
+
+
+def resnet(batch: int, layers: Sequence[tuple[int, int, int]]) -> list[Case]:
+    """1x1 convolutions channels-last, which are products of pixels x channels."""
+
+    def before(b: Any, v: dict[str, Value]) -> tuple[Value, Value]:
+        x = b.add(b.mul(b.cast(v["x"], dtype=F32), v["scale"]), v["shift"])
+        return b.cast(b.relu(x), dtype=ir_dtype(BF16)), v["w"]
+
+    def after(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+        wide = b.cast(y, dtype=F32)
+        return [y, b.sum(wide, dims=(0,)), b.sum(b.mul(wide, wide), dims=(0,))]
+
+    made = []
+    for side, k, n in layers:
+        pixels = batch * side * side
+        inputs = {"x": ((pixels, k), BF16), "w": ((n, k), BF16), "scale": ((k,), FLOAT), "shift": ((k,), FLOAT)}
+        name = f"1x1 {k} to {n} @ {side}², BN+ReLU on load, statistics"
+        made.append(Case(name, inputs, "mk,nk->mn", before, after, "", 2 * pixels * k * n))
+    return made
+
+
+def all_cases(dry: bool) -> list[Case]:
+    if dry:
+        return [*gpt2(80, 32), *resnet(2, [(6, 32, 48)])]
+    layers = [
+        (56, 64, 256),
+        (56, 256, 64),
+        (28, 512, 128),
+        (28, 128, 512),
+        (14, 1024, 256),
+        (14, 256, 1024),
+        (7, 512, 2048),
+    ]
+    return [*gpt2(8192, 768), *resnet(256, layers)]
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kernel:
+    """A generated kernel: its loops, the names of its inputs, what it writes and which of the results that is."""
+
+    loops: Op
+    inputs: list[str]
+    outputs: list[TensorType]
+    which: list[int]
+
+    def candidates(self, family: Any) -> list[generate.Candidate]:
+        arguments = self.loops.regions[0].block.arguments
+        return family.candidates(self.loops, [spec_of(a.type) for a in arguments])
+
+
+def spec_of(type: TensorType) -> Spec:
+    strides, at = [], 1
+    for n in reversed(type.shape):
+        strides.append(at)
+        at *= n
+    return Spec(type.shape, tuple(reversed(strides)), torch_dtype(type.element))
+
+
+def kernel(inputs: dict[str, TensorType], build: Callable[[Any, dict[str, Value]], list[Value]]) -> Kernel | None:
+    """The loops of some step ops; None where they do nothing. A result that is an input is nobody's work."""
+    function = add_function(module(), "k", list(inputs.values()))
+    block = function.regions[0].block
+    made = build(StepBuilder(block), dict(zip(inputs, block.arguments, strict=True)))
+    which = [i for i, r in enumerate(made) if r.op is not None]
+    if not which:
+        return None
+    results = [made[i] for i in which]
+    finish_function(function, results)
+    return Kernel(lowered(function), list(inputs), [r.type for r in results], which)
+
+
+def types_of(case: Case) -> dict[str, TensorType]:
+    return {n: TensorType(shape, ir_dtype(dtype)) for n, (shape, dtype) in case.inputs.items()}
+
+
+def whole(case: Case) -> Kernel:
+    """Everything as one kernel."""
+
+    def build(b: Any, v: dict[str, Value]) -> list[Value]:
+        bias = [v[case.bias]] if case.bias else []
+        return case.after(b, b.contract(*case.before(b, v), *bias, spec=case.spec), v)
+
+    made = kernel(types_of(case), build)
+    assert made is not None
+    return made
+
+
+def parts(case: Case) -> tuple[Kernel | None, Kernel | None, TensorType]:
+    """What cuBLAS leaves to others: the first factor, and everything after its result, whose type is the third."""
+    types = types_of(case)
+    function = add_function(module(), "k", list(types.values()))
+    block = function.regions[0].block
+    b = StepBuilder(block)
+    y = b.contract(*case.before(b, dict(zip(types, block.arguments, strict=True))), spec=case.spec).type
+    before = kernel(types, lambda b, v: [case.before(b, v)[0]])
+    return before, kernel({**types, "y": y}, lambda b, v: case.after(b, v["y"], v)), y
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def draw(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator(device=device).manual_seed(seed)
+    made = {}
+    for name, (shape, dtype) in case.inputs.items():
+        made[name] = torch.randn(shape, device=device, generator=g).to(dtype)
+    w = "w" if "w" in made else "x"
+    made[w] = made[w] / math.sqrt(case.inputs[w][0][-1])
+    return made
+
+
+def blank(types: Sequence[TensorType | Spec], device: str) -> list[torch.Tensor]:
+    dtypes = [t.dtype if isinstance(t, Spec) else torch_dtype(t.element) for t in types]
+    return [torch.full(t.shape, float("nan"), dtype=d, device=device) for t, d in zip(types, dtypes, strict=True)]
+
+
+def library(case: Case, v: dict[str, torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+    """The product alone by cuBLAS."""
+    left, right = case.spec.split("->")[0].split(",")
+    names = list(case.inputs)
+    a = x.T if left == "km" else x
+    c = v[names[1]]
+    c = c.T if right == "nk" else c
+    if case.bias:
+        return lambda: torch.addmm(v[case.bias], a, c, out=out)
+    return lambda: torch.mm(a, c, out=out)
+
+
+def wanted(case: Case, v: dict[str, torch.Tensor], before: Any, after: Any, y_type: TensorType) -> list[torch.Tensor]:
+    """The results by PyTorch in f32."""
+    wide = {n: t.float() for n, t in v.items()}
+    x = next(iter(wide.values()))
+    if before is not None:
+        x = torch.relu(x * wide["scale"] + wide["shift"]).to(BF16).float()
+    y = torch.empty(y_type.shape, device=x.device)
+    library(case, wide, x, y)()
+    if after is None:
+        return [y]
+    if "pre" in v:
+        d = torch.ops.aten.gelu_backward(y, wide["pre"], approximate="tanh")
+        return [d, d.sum(0)]
+    if "scale" in v:
+        return [y, y.sum(0), y.square().sum(0)]
+    if "r" in v:
+        return [y + wide["r"]]
+    if after.which == [1]:
+        return [y, torch.nn.functional.gelu(y, approximate="tanh")]
+    return [y]
+
+
+def fault(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
+    for i, (a, b) in enumerate(zip(found, right, strict=True)):
+        error = ((a.float() - b).abs().max() / b.abs().max()).item()
+        if not error <= TOLERANCE[a.dtype]:
+            return f"result {i} differs by {error:.3g} of the largest value"
+    return ""
+
+
+def graph(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """Ten calls, in turn on every set of tensors, as one CUDA graph."""
+    if not torch.cuda.is_available():
+        return lambda: [call() for call in calls]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+    return captured.replay
+
+
+def in_turns(graphs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median microseconds per call of each."""
+    cuda = torch.cuda.is_available()
+    taken: dict[str, list[Any]] = {name: [] for name in graphs}
+    for turn in range(rounds + 1):
+        for name, replay in graphs.items():
+            if cuda:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                replay()
+                end.record()
+                if turn:
+                    taken[name].append((begin, end))
+            else:
+                start = time.perf_counter()
+                replay()
+                taken[name].append(time.perf_counter() - start)
+    if cuda:
+        torch.cuda.synchronize()
+        return {n: statistics.median(b.elapsed_time(e) for b, e in t) * 1000 / CALLS for n, t in taken.items()}
+    return {n: statistics.median(t) * 1e6 for n, t in taken.items()}
+
+
+@dataclass
+class Job:
+    """A case with its generated kernels and their candidates."""
+
+    case: Case
+    whole: Kernel
+    own: list[generate.Candidate]
+    before: Kernel | None
+    after: Kernel | None
+    rest: list[list[generate.Candidate]]
+    y: TensorType
+
+    @property
+    def around(self) -> tuple[Kernel | None, Kernel | None]:
+        return self.before, self.after
+
+
+def prepare(case: Case) -> Job:
+    fused = whole(case)
+    before, after, y = parts(case)
+    rest = [k.candidates(generate)[:2] if k is not None else [] for k in (before, after)]
+    return Job(case, fused, fused.candidates(contraction), before, after, rest, y)
+
+
+@dataclass
+class Bench:
+    """Built kernels on a device."""
+
+    built: dict[str, Any]
+    device: str
+    sets: int
+    rounds: int
+
+    def call(
+        self,
+        kernel: Kernel,
+        candidate: generate.Candidate,
+        values: dict[str, torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> Callable[[], None]:
+        run = self.built[candidate.key]
+        if isinstance(run, Exception):
+            raise run
+        tensors = [*(values[n] for n in kernel.inputs), *outputs, *blank(candidate.scratch, self.device)]
+        return lambda: run(*tensors)
+
+    def measure(self, job: Job) -> dict[str, Any]:
+        case = job.case
+        tensors = [draw(case, self.device, seed) for seed in range(self.sets)]
+        right = wanted(case, tensors[0], job.before, job.after, job.y)
+        graphs: dict[str, Callable[[], Any]] = {}
+        faults: dict[str, str] = {}
+        outputs = [blank(job.whole.outputs, self.device) for _ in range(self.sets)]
+        for candidate in job.own:
+            run = self.built[candidate.key]
+            if isinstance(run, Exception):
+                faults[candidate.name] = str(run).strip().splitlines()[-1]
+                continue
+            calls = [self.call(job.whole, candidate, v, o) for v, o in zip(tensors, outputs, strict=True)]
+            for o in outputs[0]:
+                o.fill_(float("nan"))
+            calls[0]()
+            wrong = fault(outputs[0], right)
+            if wrong:
+                faults[candidate.name] = wrong
+            else:
+                graphs[candidate.name] = graph(calls)
+        graphs["cuBLAS alone"], graphs["apart"] = self.apart(job, tensors, right, faults)
+        times = in_turns(graphs, self.rounds)
+        own = {c.name: times[c.name] for c in job.own if c.name in times}
+        best = min(own, key=lambda n: own[n]) if own else ""
+        return {
+            "case": case.name,
+            "cublas": times["cuBLAS alone"],
+            "apart": times["apart"],
+            "ours": own.get(best),
+            "best": best,
+            "first": own.get(job.own[0].name),
+            "tflops": case.flops / own[best] / 1e6 if own else None,
+            "configs": own,
+            "faults": faults,
+        }
+
+    def apart(
+        self, job: Job, tensors: list[dict[str, torch.Tensor]], right: list[torch.Tensor], faults: dict[str, str]
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """cuBLAS alone, and with the kernels for the rest, each in the faster of its first two configurations."""
+        products, sequences, outputs = [], [], []
+        chosen = [self.quicker(k, r, job, tensors[0]) if k else None for k, r in zip(job.around, job.rest, strict=True)]
+        for v in tensors:
+            calls: list[Callable[[], Any]] = []
+            x, y = next(iter(v.values())), blank([job.y], self.device)[0]
+            if job.before is not None and chosen[0] is not None:
+                (x,) = made = blank(job.before.outputs, self.device)
+                calls.append(self.call(job.before, chosen[0], v, made))
+            products.append(library(job.case, v, x, y))
+            calls.append(products[-1])
+            results = [y] * len(right)
+            if job.after is not None and chosen[1] is not None:
+                made = blank(job.after.outputs, self.device)
+                for i, tensor in zip(job.after.which, made, strict=True):
+                    results[i] = tensor
+                calls.append(self.call(job.after, chosen[1], {**v, "y": y}, made))
+            sequences.append(lambda calls=calls: [call() for call in calls])
+            outputs.append(results)
+        sequences[0]()
+        wrong = fault(outputs[0], right)
+        if wrong:
+            faults["cuBLAS and kernels"] = wrong
+        return graph(products), graph(sequences)
+
+    def quicker(
+        self, kernel: Kernel, options: Sequence[generate.Candidate], job: Job, v: dict[str, torch.Tensor]
+    ) -> generate.Candidate:
+        values = {**v, "y": torch.zeros(job.y.shape, dtype=torch_dtype(job.y.element), device=self.device)}
+        calls = {o.name: self.call(kernel, o, values, blank(kernel.outputs, self.device)) for o in options}
+        times = in_turns({name: graph([call]) for name, call in calls.items()}, min(self.rounds, 3))
+        return min(options, key=lambda o: times[o.name])
+
+
+def figure(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    titles = (
+        "case",
+        "cuBLAS alone",
+        "cuBLAS and kernels",
+        "one kernel",
+        "first guess",
+        "gain",
+        "TFLOP/s",
+        "configuration",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for f in found:
+        gain = None if f["ours"] is None else f["apart"] / f["ours"]
+        times = [figure(f[key]) for key in ("cublas", "apart", "ours", "first")]
+        lines.append(f"| {' | '.join([f['case'], *times, figure(gain, 2), figure(f['tflops'], 0), f['best']])} |")
+    faults = [f"- {f['case']}: {name}: {why}" for f in found for name, why in f["faults"].items()]
+    return "\n".join([*lines, "", f"Configurations that are wrong or do not fit (not timed): {len(faults)}", *faults])
+
+
+def compile_table(jobs: Sequence[Job]) -> tuple[str, list[dict[str, Any]]]:
+    every = [c for job in jobs for c in job.own]
+    infos = generate.compile_for(list({c.key: c for c in every}.values()), 90)
+    lines = [
+        "| case | configuration | registers | spilled bytes | shared bytes | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    figures = []
+    for job in jobs:
+        for c in job.own:
+            info = infos[c.key]
+            if isinstance(info, Exception):
+                lines.append(f"| {job.case.name} | {c.name} | {str(info).splitlines()[0]} | | | |")
+                figures.append({"case": job.case.name, "configuration": c.name, "error": str(info)})
+                continue
+            needs = {"registers": info.registers, "spills": info.spills, "shared": info.shared}
+            cells = [job.case.name, c.name, *map(str, needs.values()), f"{info.seconds:.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+            figures.append({"case": job.case.name, "configuration": c.name, **needs})
+    return "\n".join(lines), figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="write the table here, and all figures beside it as .json")
+    parser.add_argument("--compile", action="store_true", help="only compile, for sm_90; needs no GPU")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes; with TRITON_INTERPRET=1 on any machine")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    cuda = torch.cuda.is_available()
+    jobs = [prepare(case) for case in all_cases(options.dry)]
+    if options.compile:
+        text, figures = compile_table(jobs)
+    else:
+        every = {c.key: c for job in jobs for c in (*job.own, *(c for r in job.rest for c in r))}
+        built = generate.build(list(every.values()))
+        compiled = time.perf_counter() - begin
+        bench = Bench(built, "cuda" if cuda else "cpu", SETS if cuda else 1, ROUNDS if cuda else 1)
+        figures = []
+        for job in jobs:
+            figures.append(bench.measure(job))
+            if cuda:
+                torch.cuda.empty_cache()
+        where = torch.cuda.get_device_name() if cuda else "no GPU"
+        text = (
+            f"{where}, torch {torch.__version__}, bf16; microseconds per call, median of {bench.rounds} CUDA graphs of "
+            f"{CALLS} calls on {bench.sets} sets of tensors. {len(every)} kernels compiled in {compiled:.0f} s, "
+            f"everything {time.perf_counter() - begin:.0f} s.\n\n{table(figures)}"
+        )
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if any(f.get("faults") or f.get("error") for f in figures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,443 @@
+"""Matrix products with their surroundings against the loop dialect's float64 reference, in memory with guarded edges.
+
+Triton reads TRITON_INTERPRET once, when it is imported, so the kernels run in a child process: by Triton's interpreter,
+or on the GPU where there is one. The child is asked for one case per line and answers with the error per candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from wholestep.backends.kernels import Spec  # noqa: E402
+from wholestep.dialects.loop.reference import run  # noqa: E402
+from wholestep.dialects.step import StepBuilder  # noqa: E402
+from wholestep.dialects.step.base import ir_dtype, torch_dtype  # noqa: E402
+from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
+from wholestep.ir.core import Op  # noqa: E402
+from wholestep.ir.types import F32, F64, I64, ScalarType, TensorType  # noqa: E402
+from wholestep.transforms.loops import lowered  # noqa: E402
+
+GUARD = 64
+#: share of the largest value by which a result may differ: f32 by its sums alone; the interpreter cuts bf16 off
+TOLERANCE = {"f32": 1e-5, "bf16": 2e-2, "f16": 4e-3}
+
+#: shape of an input; or shape and element type; or shape, element type and order of its dimensions in memory
+Input = Any
+Build = Callable[..., Any]
+CASES: dict[str, tuple[list[Input], Build]] = {}
+
+
+def case(name: str, *inputs: Input) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
+        CASES[name] = (list(inputs), build)
+        return build
+
+    return add
+
+
+# ---- the cases -------------------------------------------------------------------------------------------------------
+
+for spec, left, right in (
+    ("mk,nk->mn", (70, 37), (52, 37)),
+    ("mk,kn->mn", (70, 37), (37, 52)),
+    ("km,kn->mn", (37, 70), (37, 52)),
+    ("km,nk->nm", (37, 70), (52, 37)),
+    ("bhmk,bhnk->bhmn", (2, 3, 33, 20), (2, 3, 18, 20)),
+    ("abk,nk->nab", (5, 13, 21), (40, 21)),
+):
+    case(spec, left, right)(lambda b, x, y, spec=spec: b.contract(x, y, spec=spec))
+
+
+@case("columns in memory, padded rows", ((70, 40), None, (1, 0)), ((52, 40), None, "padded"))
+def _(b, x, y):
+    return b.contract(x, y, spec="mk,nk->mn")
+
+
+@case("a factor that is the same in every batch", ((3, 40, 24), None, "repeated"), (3, 24, 36))
+def _(b, x, y):
+    return b.contract(x, y, spec="bmk,bkn->bmn")
+
+
+@case("bias, activation and what went in", (5, 14, 40), (52, 40), (52,))
+def _(b, x, w, bias):
+    y = b.contract(x, w, bias, spec="abk,nk->abn")
+    return [y, b.gelu(y, approximate="tanh")]
+
+
+@case("residual of another type, result of a third", (70, 40), (52, 40), (52,), ((70, 52), F32))
+def _(b, x, w, bias, r):
+    return b.add(b.cast(b.contract(x, w, bias, spec="mk,nk->mn"), dtype=F32), r)
+
+
+@case("weight gradient with a long sum", (2, 411, 40), (2, 411, 36))
+def _(b, dy, x):
+    return b.cast(b.contract(dy, x, spec="abm,abn->mn"), dtype=F32)
+
+
+@case("long sum, batches", (2, 300, 40), (2, 300, 36), (36,))
+def _(b, x, y, bias):
+    return b.relu(b.add(b.contract(x, y, spec="bkm,bkn->bmn"), bias))
+
+
+@case("derivative of the activation and column sums", (2, 70, 40), (40, 52), (2, 70, 52))
+def _(b, dy, w, pre):
+    d = b.gelu_grad(b.contract(dy, w, spec="abk,kn->abn"), pre, approximate="tanh")
+    return [d, b.mul(b.sum(b.cast(d, dtype=F32), dims=(0, 1)), 0.5)]
+
+
+@case("scale, shift and activation on load, statistics on store", (150, 37), (52, 37), ((37,), F32), ((37,), F32))
+def _(b, x, w, scale, shift):
+    x = b.cast(b.relu(b.add(b.mul(b.cast(x, dtype=F32), scale), shift)), dtype=w.type.element)
+    y = b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32)
+    return [y, b.sum(y, dims=(0,)), b.sum(b.mul(y, y), dims=(0,))]
+
+
+@case("both factors computed, sums of nothing stay nothing", (70, 37), (52, 37))
+def _(b, x, w):
+    return b.contract(b.exp(x), b.reciprocal(b.add(w, 9.0)), spec="mk,nk->mn")
+
+
+@case("sum of squares, row sums, column sums", (2, 70, 20), (2, 20, 36))
+def _(b, x, y):
+    z = b.cast(b.contract(x, y, spec="bmk,bkn->bmn"), dtype=F32)
+    rows = b.sqrt(b.sum(b.mul(z, z), dims=(2,)))
+    return [z, b.sum(b.mul(z, z), dims=(0, 1, 2)), rows, b.sum(z, dims=(1,)), b.amax(z, dims=(0, 1))]
+
+
+@case("merged heads on load", (2, 3, 35, 16), (52, 48))
+def _(b, x, w):
+    return b.contract(b.reshape(b.transpose(x, order=(0, 2, 1, 3)), shape=(2, 35, 48)), w, spec="abk,nk->abn")
+
+
+@case("split heads on store", (2, 35, 40), (48, 40), (48,))
+def _(b, x, w, bias):
+    y = b.reshape(b.contract(x, w, bias, spec="abk,nk->abn"), shape=(2, 35, 3, 16))
+    return b.transpose(y, order=(0, 2, 1, 3))
+
+
+@case("dropout on load", ((3,), I64), (70, 40), (52, 40))
+def _(b, key, x, w):
+    drawn = b.random(key, distribution="uniform", stream=3, type=TensorType((70, 40), F32))
+    kept = b.cast(b.lt(drawn, 0.5), dtype=x.type.element)
+    return b.contract(b.mul(x, b.mul(kept, 2.0)), w, spec="mk,nk->mn")
+
+
+@case("dropout on store", ((3,), I64), (70, 40), (50, 40), (70, 50))
+def _(b, key, x, w, r):
+    drawn = b.random(key, distribution="uniform", stream=5, type=TensorType((70, 50), F32))
+    kept = b.cast(b.lt(drawn, 0.9), dtype=x.type.element)
+    return b.add(b.mul(b.contract(x, w, spec="mk,nk->mn"), kept), r)
+
+
+@case("rows that are looked up", (30, 40), ((70,), I64), (52, 40))
+def _(b, table, rows, w):
+    return b.contract(b.embedding(table, rows), w, spec="mk,nk->mn")
+
+
+NHWC = (0, 2, 3, 1)
+
+
+@case("1x1 convolution channels-last", ((2, 20, 6, 7), None, NHWC), (36, 20, 1, 1), (36,))
+def _(b, x, w, bias):
+    return b.relu(b.conv(x, w, bias, stride=(1, 1), padding=(0, 0), dilation=(1, 1)))
+
+
+@case(
+    "3x3 convolution, stride 2, shift on load", ((2, 16, 9, 11), None, NHWC), ((24, 16, 3, 3), None, NHWC), (16, 1, 1)
+)
+def _(b, x, w, shift):
+    return b.conv(b.add(x, shift), w, stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+
+
+@case("weight gradient of a 3x3 convolution", (2, 16, 8, 9), (2, 24, 8, 9))
+def _(b, x, dy):
+    how = dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1))
+    return b.conv_weight_grad(x, dy, weight_shape=(24, 16, 3, 3), **how)
+
+
+# ---- the child's side ------------------------------------------------------------------------------------------------
+
+
+def types_of(inputs: Sequence[Input], element: ScalarType) -> list[TensorType]:
+    found = []
+    for given in inputs:
+        shape, kind = (given[0], given[1]) if isinstance(given[0], tuple) else (given, None)
+        found.append(TensorType(shape, kind or element))
+    return found
+
+
+def kernel(name: str, element: ScalarType) -> tuple[Op, list[TensorType]]:
+    """The loops of a case, and the types of its results."""
+    inputs, build = CASES[name]
+    return loops(types_of(inputs, element), build)
+
+
+def loops(types: Sequence[TensorType], build: Build) -> tuple[Op, list[TensorType]]:
+    function = add_function(module(), "k", list(types))
+    made = build(StepBuilder(function.regions[0].block), *function.regions[0].block.arguments)
+    results = made if isinstance(made, list) else [made]
+    finish_function(function, results)
+    return lowered(function), [r.type for r in results]
+
+
+def strides_of(shape: tuple[int, ...], layout: Any = None) -> tuple[int, ...]:
+    """Strides of a tensor: row-major, by an order of its dimensions, with padded rows, or repeated along the first."""
+    order = layout if isinstance(layout, tuple) else tuple(range(len(shape)))
+    strides, at = [0] * len(shape), 1
+    for place, dim in enumerate(reversed(order)):
+        strides[dim] = at
+        at *= shape[dim] + (3 if layout == "padded" and place == 0 else 0)
+    return (0, *strides[1:]) if layout == "repeated" else tuple(strides)
+
+
+def guarded(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A tensor of NaN amid NaN: what is read beside it shows in the result, what is written there shows as well."""
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    empty = float("nan") if dtype.is_floating_point else 2**20
+    memory = torch.full((size + 2 * GUARD,), empty, dtype=dtype, device=device)
+    return memory.as_strided(shape, strides, GUARD)
+
+
+def broken_guards(tensor: torch.Tensor) -> bool:
+    size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((size + 2 * GUARD,), (1,), 0)
+    edges = torch.cat([memory[:GUARD], memory[-GUARD:]])
+    return not bool((edges.isnan() if edges.is_floating_point() else edges == 2**20).all())
+
+
+def run_case(
+    name: str, element: str, every: bool = False, folds: bool = False, tiles: Sequence[dict[str, int]] = ()
+) -> dict[str, float]:
+    """Per candidate: the largest difference as a share of the largest value, over what is allowed."""
+    from wholestep.backends.triton import contraction, contraction_text, generate
+
+    if folds:
+        contraction_text.MOST_PARTIALS, contraction_text.FOLDED = 1, 2
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = ScalarType(element)
+    function, results = kernel(name, own)
+    torch.manual_seed(0)
+    inputs = []
+    for given, type in zip(CASES[name][0], types_of(CASES[name][0], own), strict=True):
+        layout = given[2] if isinstance(given[0], tuple) and len(given) > 2 else None
+        tensor = guarded(type.shape, strides_of(type.shape, layout), torch_dtype(type.element), device)
+        whole = type.element.kind != "float"
+        drawn = torch.randint(0, 25, type.shape) if whole else torch.randn(type.shape)
+        first = slice(0, 1) if layout == "repeated" else slice(None)
+        tensor[first].copy_(drawn[first])
+        inputs.append(tensor)
+    outputs = [guarded(t.shape, strides_of(t.shape), torch_dtype(t.element), device) for t in results]
+    wanted = [torch.zeros(t.shape, dtype=torch.float64) for t in results]
+    run(function, [t.cpu() for t in inputs], wanted)
+    specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
+    assert contraction.why_not(function, specs) == ""
+    found = {}
+    made = contraction.candidates(function, specs)
+    if tiles:
+        product = contraction.Contraction(function, specs)
+        made = [generate.candidate(product, contraction.Tile(**t)) for t in tiles]
+    for candidate in made if every else made[:1]:
+        call = generate.build([candidate])[candidate.key]
+        if isinstance(call, Exception):
+            raise call
+        scratch = [guarded(s.shape, s.strides, s.dtype, device) for s in candidate.scratch]
+        for tensor in outputs:
+            tensor.fill_(float("nan"))
+        call(*inputs, *outputs, *scratch)
+        error = max(
+            ((o.double().cpu() - w).abs().max() / w.abs().max()).nan_to_num(float("inf")).item()
+            for o, w in zip(outputs, wanted, strict=True)
+        )
+        broken = any(broken_guards(t) for t in (*inputs, *outputs, *scratch))
+        found[candidate.name] = float("inf") if broken else error / TOLERANCE[element]
+    return found
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run_case(**json.loads(line))), flush=True)
+
+
+# ---- the tests' side -------------------------------------------------------------------------------------------------
+
+
+class Child:
+    def __init__(self) -> None:
+        mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], env=os.environ | mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, name: str, element: str, **more: Any) -> dict[str, float]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(dict(name=name, element=element, **more)) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the child died; its traceback is above"
+        return json.loads(answer)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    pytest.importorskip("triton")
+    started = Child()
+    yield started
+    assert started.process.stdin
+    started.process.stdin.close()
+    started.process.wait()
+
+
+def assert_right(errors: dict[str, float], least: int = 1) -> None:
+    assert len(errors) >= least
+    assert all(error <= 1 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_products(child: Child, name: str) -> None:
+    assert_right(child(name, "f32"))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "->" not in n])
+def test_products_of_bf16(child: Child, name: str) -> None:
+    assert_right(child(name, "bf16"))
+
+
+def test_products_of_f16(child: Child) -> None:
+    assert_right(child("bias, activation and what went in", "f16"))
+
+
+def test_every_configuration(child: Child) -> None:
+    assert_right(child("derivative of the activation and column sums", "bf16", every=True), least=4)
+
+
+@pytest.mark.parametrize("name", ["weight gradient with a long sum", "long sum, batches"])
+def test_split_sums(child: Child, name: str) -> None:
+    """Evenly and not, with and without a rest of the last tile."""
+    tiles = [dict(m=64, n=32, k=k, warps=4, stages=2, split=s) for k, s in ((64, 2), (64, 3), (32, 5), (16, 16))]
+    assert_right(child(name, "f32", tiles=tiles, every=True), least=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["bias, activation and what went in", "sum of squares, row sums, column sums", "dropout on store"]
+)
+def test_pieces(child: Child, name: str) -> None:
+    tiles = [dict(m=64, n=64, k=32, warps=4, stages=2, pieces=p) for p in (2, 4)]
+    assert_right(child(name, "f32", tiles=tiles, every=True), least=2)
+
+
+def test_many_partial_sums_are_folded(child: Child) -> None:
+    """After it, in the same child, everything is folded: it comes last."""
+    assert_right(child("sum of squares, row sums, column sums", "f32", folds=True))
+    assert_right(child("scale, shift and activation on load, statistics on store", "bf16", folds=True))
+
+
+def test_the_judge_sees_what_is_written_beside_a_tensor() -> None:
+    spilled = guarded((4, 5), (8, 1), torch.float32, "cpu")
+    assert not broken_guards(spilled)
+    spilled.as_strided((1,), (1,), GUARD - 1).fill_(1.0)
+    assert broken_guards(spilled)
+
+
+# ---- what is refused, and what is chosen -----------------------------------------------------------------------------
+
+
+def refusal(types: Sequence[TensorType], build: Build) -> str:
+    pytest.importorskip("triton")
+    from wholestep.backends.triton import contraction
+
+    function, results = loops(types, build)
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+    return contraction.why_not(function, specs)
+
+
+def centred(b: StepBuilder, y: Any) -> Any:
+    return b.sub(y, b.sum(y, dims=(1,), keepdim=True))
+
+
+X, W = TensorType((40, 24), F32), TensorType((32, 24), F32)
+
+
+@pytest.mark.parametrize(
+    ("types", "build", "reason"),
+    [
+        ([X, W], lambda b, x, w: b.contract(x, w, spec="mk,nk->mn"), ""),
+        ([X], lambda b, x: b.sum(b.mul(x, x), dims=(1,)), "no matrix product"),
+        ([X], lambda b, x: b.softmax(x, dim=1), "no matrix product"),
+        ([X, TensorType((24,), F32)], lambda b, x, w: b.contract(x, w, spec="mk,k->m"), "no matrix product"),
+        ([X, TensorType((9, 24), F32)], lambda b, x, w: b.contract(x, w, spec="mk,nk->mn"), "side below 16"),
+        ([X.with_element(F64), W.with_element(F64)], lambda b, x, w: b.contract(x, w, spec="mk,nk->mn"), "f64"),
+        ([X, W], lambda b, x, w: b.softmax(b.contract(x, w, spec="mk,nk->mn"), dim=1), "made of a sum of the product"),
+        ([X, W], lambda b, x, w: centred(b, b.contract(x, w, spec="mk,nk->mn")), "used for elements of it"),
+        ([X, W], lambda b, x, w: b.contract(b.softmax(x, dim=1), w, spec="mk,nk->mn"), "sum of its own"),
+        ([X, W], lambda b, x, w: b.add(b.contract(x, w, spec="mk,nk->mn"), b.contract(b.exp(x), w, spec="mk,nk->mn")),
+         "several"),
+        ([X, W], lambda b, x, w: [b.contract(x, w, spec="mk,nk->mn"), b.sum(x, dims=(0,))], "beside the product"),
+        ([X, W], lambda b, x, w: [b.contract(x, w, spec="mk,nk->mn"), b.exp(x)], "rows and columns"),
+        ([TensorType((4, 10, 24), F32), W], lambda b, x, w: b.sum(b.contract(x, w, spec="abk,nk->abn"), dims=(1,)),
+         "part of the rows"),
+    ],
+)  # fmt: skip
+def test_why_not(types: Sequence[TensorType], build: Build, reason: str) -> None:
+    found = refusal(types, build)
+    assert (reason in found and found) if reason else found == ""
+
+
+def big(m: int, n: int, k: int, spec: str = "mk,nk->mn", after: Build | None = None) -> list[Any]:
+    pytest.importorskip("triton")
+    from wholestep.backends.triton import contraction
+
+    half = ir_dtype(torch.bfloat16)
+    sizes = {"m": m, "n": n, "k": k}
+    types = [TensorType(tuple(sizes[c] for c in part), half) for part in spec.split("->")[0].split(",")]
+
+    def build(b: StepBuilder, x: Any, y: Any) -> Any:
+        z = b.contract(x, y, spec=spec)
+        return z if after is None else after(b, z)
+
+    function, results = loops(types, build)
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+    return contraction.candidates(function, specs)
+
+
+def test_long_sums_are_split_where_tiles_are_few() -> None:
+    made = big(768, 768, 8192, "km,kn->mn")
+    assert all(c.functions[0].grid >= 100 for c in made)
+    assert made[0].scratch and len({c.name for c in made}) == len(made) == len({c.key for c in made})
+    assert not big(8192, 3072, 768)[0].scratch
+
+
+def test_candidates_are_the_same_every_time() -> None:
+    assert [(c.name, c.key) for c in big(512, 256, 300)] == [(c.name, c.key) for c in big(512, 256, 300)]
+
+
+def test_compiles_for_hopper() -> None:
+    """The best guess for a large layer: it fits, nothing spills, and tensor cores multiply."""
+    triton = pytest.importorskip("triton")
+    if not pathlib.Path(triton.knobs.nvidia.ptxas.path).exists():
+        pytest.skip("Triton has no ptxas here")
+    from wholestep.backends.triton.generate import compile_for
+
+    def after(b: StepBuilder, z: Any) -> Any:
+        return [z, b.sum(b.cast(z, dtype=F32), dims=(0,))]
+
+    made = [big(8192, 256, 768, after=after)[0]]
+    for info in compile_for(made, 90).values():
+        assert not isinstance(info, Exception), info
+        assert info.spills == 0 and info.shared <= 227 * 1024
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,159 @@
+"""Generated Triton kernels: right in the interpreter, compiled for sm_90, with reasons where there is no kernel.
+
+Triton reads TRITON_INTERPRET when it is imported, so the numbers are checked in a child process (`generated_cases.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
+from wholestep.backends.kernels import Spec
+from wholestep.backends.triton import generate
+from wholestep.dialects.step.base import torch_dtype
+from wholestep.errors import InputError
+from wholestep.ir.core import Op
+from wholestep.ir.types import BF16, F32, I64, ScalarType
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("part", ["test_function", "not test_function"])
+def test_numbers_in_the_interpreter(part):
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-k", part,
+         "tests/backends/triton/generated_cases.py"],
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def specs_of(kernel: Op, orders: dict[int, tuple[int, ...]] | None = None) -> list[Spec]:
+    """Layouts of arguments from their types, and orders of dimensions in memory; nothing is allocated."""
+    found = []
+    for i, argument in enumerate(kernel.regions[0].block.arguments):
+        shape, strides, step = argument.type.shape, [0] * argument.type.rank, 1
+        for dim in reversed((orders or {}).get(i, range(len(shape)))):
+            strides[dim], step = step, step * shape[dim]
+        found.append(Spec(shape, tuple(strides), torch_dtype(argument.type.element)))
+    return found
+
+
+def first(types, body, orders=None) -> generate.Candidate:
+    kernel = of_step(types, body)
+    specs = specs_of(kernel, orders)
+    assert generate.why_not(kernel, specs) == ""
+    return generate.candidates(kernel, specs)[0]
+
+
+def training_kernels() -> dict[str, generate.Candidate]:
+    """Kernels of real steps at real size."""
+    rows, image = T(8192, 768, e=BF16), T(64, 64, 56, 56, e=BF16)
+    column = T(8192, 1)
+    return {
+        "gelu": first([T(8192, 3072, e=BF16)], lambda b, x: b.gelu(x)),
+        "transpose": first([T(8192, 3072, e=BF16)], lambda b, x: b.transpose(b.exp(x), order=(1, 0))),
+        "rope": first([T(8, 12, 1024, 64, e=BF16), T(1024, 64), T(1024, 64)], rope),
+        "dropout": first([T(3, e=I64), rows], dropout),
+        "softmax": first([T(2048, 50257, e=BF16)], lambda b, x: b.softmax(x, dim=1)),
+        "layer_norm_grad": first([rows, rows, column, column, T(768, e=BF16), rows], norm_grad),
+        "cross_entropy": first([T(8192, 50257, e=BF16), T(8192, e=I64)], lambda b, x, t: b.cross_entropy(x, t)),
+        "column_sum": first([T(8192, 3072, e=BF16)], lambda b, x: b.sum(x, dims=(0,))),
+        "statistics": first([image], statistics),
+        "statistics_channels_last": first([image], statistics, {0: CHANNELS_LAST}),
+    }
+
+
+def test_every_family_compiles_for_hopper():
+    triton = pytest.importorskip("triton")
+    if not Path(triton.knobs.nvidia.ptxas.path).exists():
+        pytest.skip("ptxas is not there")
+    kernels = training_kernels()
+    seen: list[tuple[int, int]] = []
+    infos = generate.compile_for(list(kernels.values()), 90, lambda done, total: seen.append((done, total)))
+    for name, candidate in kernels.items():
+        info = infos[candidate.key]
+        assert not isinstance(info, Exception), f"{name}: {info}"
+        assert 0 < info.registers <= 255 and info.spills == 0 and info.shared <= 227 * 1024, (name, info)
+    assert seen[-1][0] == seen[-1][1]
+    again = generate.compile_for(list(kernels.values())[:1])
+    assert all(info.seconds == 0 for info in again.values() if not isinstance(info, Exception))  # from the cache
+
+
+def test_a_broken_kernel_does_not_stop_the_others():
+    pytest.importorskip("triton")
+    good = first([T(64)], lambda b, x: b.neg(x))
+    broken = generate.Candidate(
+        "broken", (), "b", good.source.replace("tl.store", "tl.sotre"), good.functions, good.pointers
+    )
+    infos = generate.compile_for([broken, good])
+    assert "sotre" in str(infos["b"])
+    assert not isinstance(infos[good.key], Exception)
+
+
+def test_equal_kernels_have_equal_keys():
+    one, other = (first([T(64, 32)], lambda b, x: b.exp(x)) for _ in range(2))
+    assert one.key == other.key and one.name == other.name
+    assert first([T(64, 33)], lambda b, x: b.exp(x)).key != one.key
+
+
+def test_names_are_unique():
+    for types, body in (
+        ([T(8192, 768)], lambda b, x: b.softmax(x, dim=1)),
+        ([T(8192, 768)], lambda b, x: b.sum(x, dims=(0,))),
+        ([T(8192, 768)], lambda b, x: b.transpose(x, order=(1, 0))),
+    ):
+        kernel = of_step(types, body)
+        names = [c.name for c in generate.candidates(kernel, specs_of(kernel))]
+        assert len(set(names)) == len(names) and 1 < len(names) <= 6
+
+
+def test_each_large_tensor_is_read_once():
+    """A row that fits is held: its loads appear once in the source."""
+    source = first([T(8192, 768)], lambda b, x: b.softmax(x, dim=1)).source
+    assert source.count("tl.load") == 1
+
+
+def test_channels_last_is_one_flat_run():
+    kernel = of_step([T(8, 64, 14, 14), T(8, 64, 14, 14)], lambda b, x, y: b.add(x, y))
+    turned = {i: CHANNELS_LAST for i in range(3)}
+    assert generate.candidates(kernel, specs_of(kernel, turned))[0].source.count("%") == 0
+    assert generate.candidates(kernel, specs_of(kernel, {0: CHANNELS_LAST}))[0].name.startswith("tile")
+
+
+@pytest.mark.parametrize("points, wide", [(2**20, False), (2**31, True)])
+def test_indices_are_as_wide_as_they_must_be(points, wide):
+    kernel = of_step([T(points, e=BF16)], lambda b, x: b.neg(x))
+    assert ("int64" in generate.candidates(kernel, specs_of(kernel))[0].source) is wide
+
+
+def test_reasons():
+    f8 = ScalarType("f8E4M3FN")
+    kernel = of_step([T(4, e=f8)], lambda b, x: b.cast(x, dtype=F32))
+    assert "f8E4M3FN" in generate.why_not(kernel, specs_of(kernel))
+    kernel = of_step([T(2, 2**21)], lambda b, x: b.softmax(x, dim=1))
+    assert "too long" in generate.why_not(kernel, specs_of(kernel))
+
+
+def test_kernels_of_different_bodies_are_not_batched():
+    one, other = (of_step([T(64)], body) for body in (lambda b, x: b.exp(x), lambda b, x: b.neg(x)))
+    with pytest.raises(InputError, match="same body"):
+        generate.batch([(one, specs_of(one)), (other, specs_of(other))])
+    rows = case([T(4, 6)], lambda b, x: b.softmax(x, dim=1)).kernel
+    assert generate.batch_key(rows, specs_of(rows)) == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_there_is_a_reason():
+    pytest.importorskip("triton")
+    if generate.interpreting():
+        pytest.skip("the interpreter needs no GPU")
+    candidate = first([T(64)], lambda b, x: b.neg(x))
+    assert "GPU" in str(generate.build([candidate])[candidate.key])

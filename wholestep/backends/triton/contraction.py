@@ -1,0 +1,228 @@
+"""Matrix products with what stands before and after them: which kernels are of this family, and their candidates.
+
+Such a kernel has one sum of products whose factors share summed dimensions and differ in others: its rows and columns.
+What computes a factor is written into the loop over tiles, what follows on the tile of sums (`contraction_text.py`).
+All of it is read off the access maps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...dialects.loop import Apply, Load, Reduce, Store
+from ...ir.core import Op, Value
+from ...ir.types import F32
+from ..kernels import Spec
+from .contraction_tiles import Demand, Tile, choices
+from .families import unsupported
+from .scalars import NoText
+from .walk import Walk
+
+if TYPE_CHECKING:
+    from .generate import Candidate
+
+#: Triton's types of factors, by element type
+FACTORS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+#: sides below which a tile would be mostly empty
+SHORTEST = 16
+NOTHING: frozenset[int] = frozenset()
+
+
+def why_not(function: Op, specs: Sequence[Spec]) -> str:
+    """ "" if the kernel is a matrix product that this family writes, else a reason for a user."""
+    try:
+        product = Contraction(function, specs)
+        tiles = product.tiles()
+        if not tiles:
+            return "no tile fits into shared memory and registers"
+        product.generate(tiles[0])
+    except NoText as error:
+        return str(error)
+    return ""
+
+
+def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
+    """The best guess first, then alternatives worth timing."""
+    from .generate import candidate
+
+    product = Contraction(function, specs)
+    return [candidate(product, tile) for tile in product.tiles()]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of the result: the axes it keeps, and how many numbers it gives."""
+
+    op: Op
+    kept: tuple[str, ...]
+    width: int
+
+
+class Tensors(Walk):
+    """The forms of a product: no program counts all points that rows, columns and the summed dimension make."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether 32 bits are too few for an offset."""
+        return max(spec.bytes // spec.dtype.itemsize for spec in self.specs) >= 2**31 - 2**20
+
+
+class Contraction:
+    """A kernel seen as a matrix product. Its axes: z (batch), m (rows), n (columns), k (summed)."""
+
+    def __init__(self, function: Op, specs: Sequence[Spec]):
+        reason = unsupported(specs, function)
+        if reason:
+            raise NoText(reason)
+        self.walk: Walk = Tensors(function, specs)
+        self.dot = self.the_product()
+        product = self.dot.operands[0].op
+        assert product is not None
+        self.factors = list(product.operands)
+        self.others = [op for op in self.walk.ops if op.definition is Reduce and op is not self.dot]
+        self.behind: dict[Value, frozenset[Op]] = {}
+        for op in self.walk.ops:
+            found = frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
+            for result in op.results:
+                self.behind[result] = found | ({op} if op.definition is Reduce else set())
+        stores = [op for op in self.walk.ops if op.definition is Store]
+        self.after = [s for s in stores if self.behind[s.operands[0]] & set(self.others)]
+        self.stores = [s for s in stores if s not in self.after]
+        self.arrange()
+        self.check()
+
+    def the_product(self) -> Op:
+        found = [op for op in self.walk.ops if op.definition is Reduce and all(self.roles(op)[:3])]
+        if len(found) != 1:
+            raise NoText("it has several matrix products" if found else "it has no matrix product")
+        return found[0]
+
+    def roles(self, op: Op) -> tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]]:
+        """The rows, columns, summed and batch dimensions of a sum of products; none of any other reduction."""
+        product = op.operands[0].op
+        if op.attributes["kind"] != "sum" or product is None or product.definition is not Apply:
+            return NOTHING, NOTHING, NOTHING, NOTHING
+        if product.attributes["fn"] != "mul":
+            return NOTHING, NOTHING, NOTHING, NOTHING
+        one, other = (self.walk.dims_of[v] for v in product.operands)
+        summed = frozenset(op.attributes["dims"])
+        return one - other - summed, other - one - summed, one & other & summed, (one & other) - summed
+
+    def arrange(self) -> None:
+        """Which factor has the rows, and the dimensions of every axis in the order of memory."""
+        rows, columns, _, batch = self.roles(self.dot)
+        if self.fastest() in rows:  # results are written along columns
+            self.factors.reverse()
+            rows, columns = columns, rows
+        summed = frozenset(d for d in self.dot.attributes["dims"] if self.walk.sizes[d] != 1)
+        self.groups = {"z": batch, "m": rows, "n": columns, "k": summed}
+        axis = {d: name for name, dims in self.groups.items() for d in dims}
+        if self.walk.used_dims() - axis.keys():
+            raise NoText("its results lie along dimensions that no factor of the product has")
+        member = {d: tuple(d in op.attributes["dims"] for op in self.others) for d in axis}
+        dims = self.walk.merged(lambda d: (axis[d], member[d]))
+        self.dims = {name: tuple(d for d in dims if axis[d.parts[-1]] == name) for name in self.groups}
+        self.size = {name: math.prod(d.size for d in own) for name, own in self.dims.items()}
+        self.sums = [self.sum_of(op) for op in self.others]
+
+    def fastest(self) -> int | None:
+        """The dimension along which the largest output is written in the smallest steps."""
+        outputs = [self.walk.accesses[op] for op in self.walk.ops if op.definition is Store]
+        largest = next(a for a in self.walk.heavy() if a in outputs).offset
+        return min(largest.dims, key=lambda d: abs(largest.terms[d]), default=None)
+
+    def sum_of(self, op: Op) -> Sum:
+        reduced = frozenset(op.attributes["dims"])
+        kept = []
+        for name in ("z", "m", "n"):
+            own = self.groups[name]
+            if own & reduced and not own <= reduced:
+                raise NoText("it sums its result over a part of the rows or columns")
+            if own and not own & reduced:
+                kept.append(name)
+        return Sum(op, tuple(kept), math.prod(self.size[n] for n in kept))
+
+    def check(self) -> None:
+        """Says what no tile can do."""
+        if any(self.behind[v] for v in self.factors):
+            raise NoText("a factor of the product needs a sum of its own")
+        types = [str(v.type) for v in self.factors]
+        if types[0] != types[1] or types[0] not in FACTORS or self.dot.attributes["dtype"] is not F32:
+            raise NoText(f"products of {types[0]} and {types[1]} are not multiplied in tiles")
+        if min(self.size[n] for n in "mnk") < SHORTEST:
+            raise NoText(f"a matrix with a side below {SHORTEST} fills no tile")
+        for op in self.others:
+            if self.behind[op.operands[0]] & set(self.others):
+                raise NoText("it sums what is made of a sum of the product's result")
+            if self.dot not in self.behind[op.operands[0]]:
+                raise NoText("it has a sum beside the product that is not one of its result")
+            if frozenset(op.attributes["dims"]) & self.groups["k"]:
+                raise NoText("it sums its result along the dimension that the product sums over")
+        result = frozenset().union(*(self.groups[n] for n in "zmn"))
+        if any(self.reach(op) != result for op in self.stores):
+            raise NoText("an output does not lie along the rows and columns of the product")
+        for op in self.walk.ops:
+            for r in {r for v in op.operands for r in self.behind.get(v, ()) if r in self.others and r is not op}:
+                if self.reach(op) & frozenset(r.attributes["dims"]):
+                    raise NoText("a sum of the result is used for elements of it")
+        for op in self.after:
+            for s in self.sums:
+                if s.op in self.behind[op.operands[0]] and s.kept not in ((), self.kept(op)):
+                    raise NoText("an output lies along other dimensions than the sum it is made of")
+
+    def reach(self, op: Op) -> frozenset[int]:
+        """The dimensions an op changes along."""
+        if op in self.walk.accesses:
+            dims = self.walk.access_dims(self.walk.accesses[op])
+            return dims if op.results else dims | self.walk.dims_of[op.operands[0]]
+        return self.walk.dims_of[op.results[0]]
+
+    def kept(self, store: Op) -> tuple[str, ...]:
+        """The axes that an output made of sums lies along."""
+        return tuple(n for n in ("z", "m", "n") if self.groups[n] & self.reach(store))
+
+    def plain(self, factor: Value) -> bool:
+        """Whether a factor is a tensor as it lies in memory."""
+        return factor.op is not None and factor.op.definition is Load
+
+    def makers(self, values: Iterable[Value]) -> list[Op]:
+        """The ops that some numbers are made of, up to the product."""
+        found: set[Op | None] = {self.dot}
+        todo = [v.op for v in values]
+        while todo:
+            op = todo.pop()
+            if op is not None and op not in found:
+                found.add(op)
+                todo += [v.op for v in op.operands]
+        return [op for op in self.walk.ops if op in found and op is not self.dot]
+
+    def tiles(self) -> list[Tile]:
+        """The configurations worth timing."""
+        loaded = []
+        for name, factor in zip("mn", self.factors, strict=True):
+            sides = self.groups[name], self.groups["k"]
+            loads = [op for op in self.makers([factor]) if op.definition is Load]
+            wide = [op for op in loads if all(self.reach(op) & own for own in sides)]
+            loaded.append(sum(op.operands[0].type.element.bits // 8 for op in wide))
+        after = self.makers(op.operands[0] for op in (*self.stores, *self.others))
+        wide = [op for op in after if len(self.kept(op)) > 1]
+        return choices(
+            Demand(
+                **self.size,
+                bytes=self.factors[0].type.bits // 8,
+                plain=(self.plain(self.factors[0]), self.plain(self.factors[1])),
+                loaded=(loaded[0], loaded[1]),
+                around=len([op for op in wide if op.definition is Load]) + len(self.stores),
+                after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
+                splits=not self.sums,
+            )
+        )
+
+    def generate(self, tile: Tile):
+        """The source for one configuration."""
+        from .contraction_text import generate
+
+        return generate(self, tile)

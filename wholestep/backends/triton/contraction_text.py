@@ -1,0 +1,358 @@
+"""Writes a matrix product with its surroundings as Triton functions.
+
+The first function walks tiles of the summed dimension with `tl.dot` and then writes the tile of results. Sums of the
+result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
+split over programs, a second function adds up the parts and writes the results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...ir.core import Op, Value
+from ..kernels import Spec
+from .contraction import FACTORS, Contraction, Sum
+from .contraction_tiles import Tile
+from .families import TORCH, Function, Generated, power_of_two
+from .generate import interpreting
+from .scalars import Number, accumulator_type, combined, neutral
+from .text import Axis, Text, axis, module_text
+from .walk import Dim
+
+#: tiles of rows that are walked together, so that they share what they read of the columns
+GROUP = 8
+#: the most partial sums that one program adds up; more are brought to FOLDED by a function in between
+MOST_PARTIALS = 256
+FOLDED = 64
+#: columns that a program of a finishing function has
+COLUMNS = 32
+
+
+@dataclass
+class Side(Text):
+    """One of the three tiles: rows x summed, summed x columns, rows x columns. Its names begin with `mark`."""
+
+    mark: str = ""
+    #: a factor that is a load: it stays in its own type
+    raw: Value | None = None
+
+    def fresh(self, prefix: str = "v") -> str:
+        return f"{self.mark}_{super().fresh(prefix)}"
+
+    def index(self, dim: Dim) -> str:
+        return f"{self.mark}_{super().index(dim)}"
+
+    def bind(self, value: Value, number: Number) -> None:
+        if value is self.raw:
+            number = Number(number.text.removesuffix(".to(tl.float32)"), FACTORS[str(value.type)])
+        super().bind(value, number)
+
+
+@dataclass
+class Partials:
+    """The partial sums of one sum of the result: scratch memory of rows x width."""
+
+    sum: Sum
+    argument: int
+    rows: int
+
+    @property
+    def type(self) -> str:
+        return accumulator_type(self.sum.op.attributes["dtype"])
+
+    @property
+    def spec(self) -> Spec:
+        return Spec((self.rows, self.sum.width), (self.sum.width, 1), TORCH[self.type])
+
+
+def generate(product: Contraction, tile: Tile) -> Generated:
+    return Writer(product, tile).generated()
+
+
+class Writer:
+    """The functions of one configuration."""
+
+    def __init__(self, product: Contraction, tile: Tile):
+        self.product = product
+        self.tile = tile
+        self.texts: list[tuple[Text, int, int]] = []
+        self.scratch: list[Spec] = []
+        dims = product.dims
+        self.z = axis("z", dims["z"], 1, None)
+        self.m = axis("m", dims["m"], tile.m, 0)
+        self.n = axis("n", dims["n"], tile.n, 1)
+        self.partials = [self.partial(own) for own in product.sums]
+
+    def generated(self) -> Generated:
+        self.dot()
+        functions, arguments = [], []
+        for text, grid, warps in self.texts:
+            used = sorted({int(n) for n in re.findall(r"\bp(\d+)\b", "\n".join(text.lines))})
+            arguments.append([f"p{n}" for n in used])
+            functions.append(Function(text.name, tuple(used), grid, warps))
+        return Generated(module_text([t for t, *_ in self.texts], arguments), tuple(functions), tuple(self.scratch))
+
+    def memory(self, spec: Spec) -> int:
+        """Scratch memory; returns the number of the argument."""
+        self.scratch.append(spec)
+        return len(self.product.walk.specs) + len(self.scratch) - 1
+
+    # ---- the product -------------------------------------------------------------------------------------------------
+
+    def dot(self) -> None:
+        product, tile = self.product, self.tile
+        walk, size = product.walk, product.size["k"]
+        summed = product.dims["k"]
+        lines: list[str] = []
+        row, column = product.factors
+        sides = [
+            Side(walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark="a"),
+            Side(walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b"),
+        ]
+        result = Side(walk, (self.z, self.m, self.n), "dot", lines, mark="c")
+        self.places(result)
+        for side, factor, place in zip(sides, (row, column), ("row", "column"), strict=True):
+            assert factor.op is not None
+            side.raw = factor if product.plain(factor) else None
+            own = [factor.op]
+            side.ready(side.needed(own))
+            side.start(self.z, "batch")
+            side.ready(side.needed(own))
+            side.start(side.axes[1], f"{place} * {side.axes[1].block}")
+            side.ready(side.needed(own))
+        blocks = -(-size // tile.k)
+        each = -(-blocks // tile.split) * tile.k
+        result.line(f"total = tl.zeros(({tile.m}, {tile.n}), tl.float32)")
+        result.line(f"for k in tl.range(0, {each if tile.split > 1 else size}, {tile.k}, num_stages={tile.stages}):")
+        texts = []
+        for side, factor in zip(sides, (row, column), strict=True):
+            assert factor.op is not None
+            side.depth += 1
+            own_axis = side.axes[2]
+            side.start(own_axis, "k" if tile.split == 1 else f"part * {each} + k")
+            if blocks % tile.split and own_axis.name not in side.masks:  # the last part is shorter
+                side.masks[own_axis.name] = f"in_{own_axis.name}"
+                side.line(f"in_{own_axis.name} = {own_axis.name} < {size}")
+            side.ready(side.needed([factor.op]))
+            texts.append(self.factor(side, factor))
+        precision = ', input_precision="ieee"' if str(row.type) == "f32" else ""
+        sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{precision})")
+        grid = self.z.size * self.m.blocks * self.n.blocks
+        self.texts.append((result, grid * tile.split, tile.warps))
+        for side in sides:
+            result.helpers |= side.helpers
+        if tile.split > 1:
+            self.open(result, self.n, f"column * {tile.n}")
+            self.split(result)
+            return
+        self.after(result)
+
+    def after(self, text: Side) -> None:
+        """What is computed from the tile of sums, piece by piece."""
+        product, count = self.product, self.tile.pieces
+        names = ["total"]
+        while len(names) < count:
+            high, wide = self.tile.m, self.tile.n // len(names) // 2
+            for name in names:
+                text.line(f"{name} = tl.permute(tl.reshape({name}, ({high}, 2, {wide})), (0, 2, 1))")
+                text.line(f"{name}_0, {name}_1 = tl.split({name})")
+            names = [f"{name}_{half}" for name in names for half in (0, 1)]
+        columns = axis("n", self.n.dims, self.tile.n // count, 1)
+        totals: dict[Op, str] = {}
+        for i, name in enumerate(names):
+            piece = Side(product.walk, (self.z, self.m, columns), text.name, text.lines, mark=f"c{i}" if i else "c")
+            self.open(piece, columns, f"column * {self.tile.n}" + (f" + {i * columns.block}" if i else ""))
+            piece.names[product.dot.results[0]] = Number(name, "tl.float32")
+            piece.ready(piece.needed([*product.stores, *product.others]))
+            for number, own in enumerate(product.sums):
+                value = self.part_of(piece, own).text
+                if "n" in own.kept:
+                    self.keep(piece, number, own, value)
+                elif i == 0:
+                    totals[own.op] = f"sum{number}"
+                    piece.line(f"sum{number} = {value}")
+                else:
+                    kind, type = own.op.attributes["kind"], accumulator_type(own.op.attributes["dtype"])
+                    piece.line(f"sum{number} = {combined(kind, f'sum{number}', value, type)}")
+            text.helpers |= piece.helpers
+        for number, own in enumerate(product.sums):
+            if own.op in totals:
+                self.keep(piece, number, own, totals[own.op])
+        self.finish(self.partials)
+
+    def places(self, text: Text) -> None:
+        """The tile of a program: rows of tiles in groups, so that neighbours in time read the same columns."""
+        rows, columns = self.m.blocks, self.n.blocks
+        text.line(f"pid = {text.pid()}")
+        if self.tile.split > 1:
+            text.line(f"part = pid // {self.z.size * rows * columns}")
+        text.line(f"batch = pid // {rows * columns} % {self.z.size}" if self.z.size > 1 else "batch = 0")
+        text.line(f"pid = pid % {rows * columns}")
+        text.line(f"group = pid // {GROUP * columns}")
+        text.line(f"high = tl.minimum({rows} - group * {GROUP}, {GROUP})" if rows % GROUP else f"high = {GROUP}")
+        text.line(f"row = group * {GROUP} + pid % {GROUP * columns} % high")
+        text.line(f"column = pid % {GROUP * columns} // high")
+
+    def factor(self, side: Side, factor: Value) -> str:
+        """A factor over its whole tile in the type it is multiplied in, 0 outside of the summed dimension."""
+        number, type = side.names[factor], FACTORS[str(factor.type)]
+        text = number.text
+        axes = side.tile
+        if any(a not in side.value_axes(factor) for a in axes):
+            text = f"tl.broadcast_to({text}, {side.shape(axes)})"
+        mask = side.mask([side.axes[2]])
+        if side.raw is None and mask:
+            text = f"tl.where({mask}, {text}, 0.0)"
+        if side.raw is None and type != "tl.float32":
+            text = f"({text}).to({type})"
+        # the interpreter multiplies the bits of bf16
+        return f"{text}.to(tl.float32)" if interpreting() and type == "tl.bfloat16" else text
+
+    def open(self, text: Side, columns: Axis, first: str) -> None:
+        text.start(self.z, "batch")
+        text.start(self.m, f"row * {self.m.block}")
+        text.start(columns, first)
+
+    # ---- a split product ---------------------------------------------------------------------------------------------
+
+    def split(self, text: Side) -> None:
+        product, tile = self.product, self.tile
+        count = self.z.size
+        m, n = self.m.size, self.n.size
+        strides = (count * m * n, m * n, n, 1)
+        argument = self.memory(Spec((tile.split, count, m, n), strides, torch.float32))
+        wide = strides[0] * tile.split >= 2**31
+        part = "part.to(tl.int64)" if wide else "part"
+        place = f"{part} * {strides[0]} + batch * {strides[1]} + m * {n} + n"
+        mask = text.mask(text.tile)
+        text.line(f"tl.store(p{argument} + ({place}), total{f', mask={mask}' if mask else ''})")
+        columns = min(power_of_two(n), 128)
+        y, x = axis("m", self.m.dims, max(1024 // columns, 1), 0), axis("n", self.n.dims, columns, 1)
+        added = Side(product.walk, (self.z, y, x), "add_parts", mark="c")
+        added.line(f"pid = {added.pid()}")
+        added.start(self.z, f"pid // {y.blocks * x.blocks}")
+        added.start(y, f"pid // {x.blocks} % {y.blocks} * {y.block}")
+        added.start(x, f"pid % {x.blocks} * {x.block}")
+        added.line(f"place = z * {strides[1]} + m * {n} + n")
+        mask = added.mask(added.tile)
+        load = lambda at: f"tl.load(p{argument} + {at}{f', mask={mask}, other=0' if mask else ''})"  # noqa: E731
+        added.line(f"total = {load('place')}")
+        for i in range(1, tile.split):
+            at = f"(place.to(tl.int64) + {i * strides[0]})" if wide else f"(place + {i * strides[0]})"
+            added.line(f"total += {load(at)}")
+        added.names[product.dot.results[0]] = Number("total", "tl.float32")
+        added.ready(added.needed(product.stores))
+        self.texts.append((added, count * y.blocks * x.blocks, 4))
+
+    # ---- sums of the result ------------------------------------------------------------------------------------------
+
+    def partial(self, own: Sum) -> Partials:
+        """The memory of a sum's partial sums: one row per tile that adds to it."""
+        rows = 1
+        for name, there in (("z", self.z), ("m", self.m), ("n", self.n)):
+            rows *= 1 if name in own.kept else there.blocks
+        made = Partials(own, 0, rows)
+        made.argument = self.memory(made.spec)
+        return made
+
+    def part_of(self, text: Side, own: Sum) -> Number:
+        """What a tile adds to a sum."""
+        axes = list(text.axes[1:])
+        over = [a for a in axes if a.name not in own.kept]
+        return text.total(own.op, text.operand(own.op, axes), axes, over)
+
+    def keep(self, text: Side, number: int, own: Sum, value: str) -> None:
+        """Writes a partial sum to its place."""
+        made = self.partials[number]
+        axes = {"z": self.z, "m": self.m, "n": self.n}
+        row = ""
+        for name, where in (("z", "batch"), ("m", "row"), ("n", "column")):
+            if name not in own.kept and self.product.groups[name]:
+                row = f"({row}) * {axes[name].blocks} + {where}" if row else where
+        place, scale = [f"({row or 0}) * {own.width}"], own.width
+        for name in own.kept:
+            scale //= axes[name].size
+            place.append(f"{name} * {scale}" if scale != 1 else name)
+        mask = text.mask([a for a in text.axes if a.name in own.kept])
+        text.line(f"tl.store(p{made.argument} + ({' + '.join(place)}), {value}{f', mask={mask}' if mask else ''})")
+
+    def finish(self, partials: Sequence[Partials]) -> None:
+        """The functions that add up partial sums and write what is made of them, one per kind of output."""
+        alike: dict[tuple[int, int], list[Partials]] = {}
+        for given in partials:
+            alike.setdefault((given.rows, given.sum.width), []).append(given)
+        folded: list[Partials] = []
+        for (rows, _), own in alike.items():
+            folded += self.fold(own) if rows > MOST_PARTIALS else own
+        kinds = dict.fromkeys(self.product.kept(op) for op in self.product.after)
+        for number, kept in enumerate(kinds):
+            stores = [op for op in self.product.after if self.product.kept(op) == kept]
+            self.finished(f"finish{number}", kept, stores, folded)
+
+    def fold(self, given: Sequence[Partials]) -> list[Partials]:
+        """Fewer partial sums of some sums that have equally many."""
+        width = given[0].sum.width
+        k, q = self.columns([], width)
+        blocks = -(-width // k.block)
+        text = Text(self.product.walk, (q, k), f"fold{given[0].argument}")
+        text.line(f"pid = {text.pid()}")
+        lanes = f" + tl.arange(0, {k.block}){text.expand(k)}" if k.position else ""
+        text.line(f"k = pid % {blocks} * {k.block}{lanes}")
+        text.line(f"row = pid // {blocks}")
+        mask = [f"(k < {width})"] if width % k.block else []
+        made = []
+        for own in given:
+            folded = Partials(own.sum, 0, FOLDED)
+            folded.argument = self.memory(folded.spec)
+            total = text.accumulator(own.sum.op, [q, k])
+            with text.loop(f"q0 in range(row * {q.block}, {own.rows}, {FOLDED * q.block})"):
+                self.add(text, own, q, total, width, mask)
+            number = text.total(own.sum.op, total, [q, k], [q])
+            tail = f", mask={mask[0]})" if mask else ")"
+            text.line(f"tl.store(p{folded.argument} + row * {width} + k, {number.text}{tail}")
+            made.append(folded)
+        self.texts.append((text, FOLDED * blocks, 4))
+        return made
+
+    def columns(self, dims: Sequence[Dim], width: int) -> tuple[Axis, Axis]:
+        """The axes of a function that adds up partial sums: its columns, and the partial sums."""
+        block = min(power_of_two(width), COLUMNS)
+        return axis("k", dims, block, 1 if block > 1 else None), axis("q", [], 1024 // block, 0)
+
+    def add(self, text: Text, given: Partials, q: Axis, total: str, width: int, mask: Sequence[str]) -> None:
+        """One round of adding up rows of partial sums from q0 on."""
+        kind, type = given.sum.op.attributes["kind"], given.type
+        text.line(f"q = (q0 + tl.arange(0, {q.block})){text.expand(q)}")
+        inside = " & ".join([*mask, *([f"(q < {given.rows})"] if given.rows % q.block else [])])
+        place = f"q * {width} + k" if width > 1 else "q"
+        tail = f", mask={inside}, other={neutral(kind, type)})" if inside else ")"
+        text.line(f"part = tl.load(p{given.argument} + ({place}){tail}")
+        text.line(f"{total} = {combined(kind, total, 'part', type)}")
+
+    def finished(self, name: str, kept: Sequence[str], stores: Sequence[Op], partials: Sequence[Partials]) -> None:
+        product = self.product
+        dims = [d for n in kept for d in product.dims[n]]
+        width = 1
+        for d in dims:
+            width *= d.size
+        k, q = self.columns(dims, width)
+        text = Text(product.walk, (k, q), name)
+        text.line(f"pid = {text.pid()}")
+        text.start(k, f"pid * {k.block}")
+        wanted = set(text.needed(stores))
+        for given in partials:
+            op = given.sum.op
+            if op not in wanted:
+                continue
+            axes = [q, k] if given.sum.kept else [q]
+            total = text.accumulator(op, axes)
+            with text.loop(f"q0 in range(0, {given.rows}, {q.block})"):
+                mask = [text.mask([k])] if given.sum.kept and "k" in text.masks else []
+                self.add(text, given, q, total, given.sum.width, mask)
+            text.known(op, text.total(op, total, axes, [q]))
+        text.ready(text.needed(stores))
+        self.texts.append((text, k.blocks, 4))

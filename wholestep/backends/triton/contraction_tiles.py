@@ -1,0 +1,141 @@
+"""Which tiles of a matrix product are worth timing: the best guess first, by a small model of how they fill the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .families import PROCESSORS, power_of_two
+
+#: shared memory of a multiprocessor that one program may have, and its registers
+SHARED = 227 * 1024
+REGISTERS = 65536
+#: what one element costs to load or store, in multiplications that its multiprocessor could have done meanwhile
+TRAFFIC = 64
+#: the same for the launch of one more kernel
+LAUNCH = 8_000_000
+#: rows, columns, summed, warps, stages
+WIDE = [
+    (128, 256, 64, 8, 3),
+    (128, 256, 64, 8, 4),
+    (256, 128, 64, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 64, 4, 3),
+    (128, 128, 64, 8, 4),
+    (128, 128, 32, 4, 4),
+    (64, 256, 64, 4, 3),
+    (256, 64, 64, 8, 3),
+    (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 64, 4, 4),
+    (128, 32, 64, 4, 4),
+    (64, 32, 64, 4, 4),
+]
+#: the same where factors are f32, which no tensor core multiplies exactly
+EXACT = [(64, 64, 32, 4, 2), (128, 64, 16, 8, 2), (64, 128, 16, 8, 2), (32, 64, 32, 4, 3), (64, 32, 32, 4, 3)]
+MOST = 6
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A configuration: the tile of one program, how many loads are under way, how many programs share a sum, and in how
+    many pieces what comes after the product is computed."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    split: int = 1
+    pieces: int = 1
+
+    def __str__(self) -> str:
+        shared = f" split{self.split}" if self.split > 1 else f" in{self.pieces}" if self.pieces > 1 else ""
+        return f"dot {self.m}x{self.n}x{self.k}{shared} s{self.stages} w{self.warps}"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the choice depends on: sizes, bytes per element of each factor and of what it is made of, tensors around."""
+
+    z: int
+    m: int
+    n: int
+    k: int
+    bytes: int
+    #: whether a factor is a tensor as it lies in memory
+    plain: tuple[bool, bool]
+    #: bytes that are loaded per element of a factor
+    loaded: tuple[int, int]
+    #: tensors along rows and columns that are read or written after the product
+    around: int
+    #: functions of numbers after the product
+    after: int
+    #: whether the summed dimension may be split over programs
+    splits: bool
+
+
+def choices(demand: Demand) -> list[Tile]:
+    """The tiles worth timing."""
+    made: dict[Tile, float] = {}
+    for m, n, k, warps, stages in EXACT if demand.bytes == 4 else WIDE:
+        if m > max(64, power_of_two(demand.m)) or n > max(32, power_of_two(demand.n)):
+            continue
+        tile = Tile(m, n, min(k, max(16, power_of_two(demand.k))), warps, stages)
+        if fits(tile, demand):
+            for split in splits(tile, demand):
+                own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
+                made[own] = cost(own, demand)
+    return sorted(made, key=lambda t: made[t])[:MOST]
+
+
+def pieces(tile: Tile, demand: Demand) -> int:
+    """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it."""
+    most = 128 if demand.around <= 1 and demand.after <= 3 else 64 if demand.after <= 6 else 32
+    each = tile.m * tile.n // (32 * tile.warps)
+    return max(1, min(each // most, tile.n // 32, 4))
+
+
+def shared_bytes(tile: Tile, demand: Demand) -> int:
+    """Shared memory of the tiles that are under way; of a computed factor also of its finished tile."""
+    loads = tile.k * (tile.m * demand.loaded[0] + tile.n * demand.loaded[1])
+    finished = tile.k * demand.bytes * (tile.m * (not demand.plain[0]) + tile.n * (not demand.plain[1]))
+    return tile.stages * loads + finished
+
+
+def registers(tile: Tile, demand: Demand) -> int:
+    """Registers of a thread, roughly: its sums, its part of computed factors, and addresses."""
+    threads = 32 * tile.warps
+    computed = tile.k * (tile.m * (not demand.plain[0]) + tile.n * (not demand.plain[1]))
+    return tile.m * tile.n // threads + computed // threads + 48
+
+
+def fits(tile: Tile, demand: Demand) -> bool:
+    return shared_bytes(tile, demand) <= SHARED and registers(tile, demand) <= 255
+
+
+def splits(tile: Tile, demand: Demand) -> list[int]:
+    """By how many programs a sum may be shared: where there are too few tiles for the GPU and the sum is long."""
+    tiles = demand.z * -(-demand.m // tile.m) * -(-demand.n // tile.n)
+    if not demand.splits:
+        return [1]
+    return [s for s in (1, 2, 3, 4, 6, 8, 16) if s == 1 or (tiles * s <= 3 * PROCESSORS and demand.k >= 256 * s)]
+
+
+def cost(tile: Tile, demand: Demand) -> float:
+    """Time in multiplications of one multiprocessor, by rounds of programs that fill it."""
+    programs = demand.z * -(-demand.m // tile.m) * -(-demand.n // tile.n) * tile.split
+    threads = 32 * tile.warps
+    at_once = min(SHARED // max(shared_bytes(tile, demand), 1), REGISTERS // (threads * registers(tile, demand)), 2)
+    at_once = max(at_once, 1)
+    area = tile.m * tile.n
+    reuse = area / (tile.m + tile.n)
+    work = area * -(-demand.k // (tile.k * tile.split)) * tile.k * (1 + 25 / reuse)
+    around = area * TRAFFIC * (demand.around if tile.split == 1 else 2)
+    rounds = -(-programs // (PROCESSORS * at_once)) * at_once
+    # two programs at once: one stores while the other multiplies
+    total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
+    if tile.split > 1:
+        total += (
+            LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2
+        )
+    return total
