@@ -39,6 +39,7 @@ from .transforms import casts, kept, layout, masks, offload, recompute, regenera
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.layout import own_strides
 from .transforms.opportunity import do_nothing, transform, whatever
+from .transforms.pointwise_convolution import take_products
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
@@ -65,7 +66,7 @@ def compile(
     level: int = 3,
     memory_budget: str | int | float | None = None,
     providers: Sequence[str] | None = None,
-    tune: bool = True,
+    tune: bool | str = True,
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
@@ -95,7 +96,8 @@ def compile(
     providers: who may run what was fused: "aten" (PyTorch's kernels), "triton" (generated for NVIDIA GPUs), "cpp"
         (generated for CPUs), "inductor" (PyTorch's compiler; only where it is named), or one that was registered.
         By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that default.
-    tune: times competing kernels on this machine, once: the results are kept (`wholestep cache`).
+    tune: times competing kernels on this machine, once: the results are kept (`wholestep cache`). "max" also tries
+        matrix products as one kernel with what comes before or after them, which takes long to build.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
@@ -179,6 +181,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=[p for p in options.forbid if not p.startswith("fuse ")],
         levels=range(1, options.level + 1),
     )
+    if policy is not do_nothing and not options.recipe:  # (all at once: there are a hundred of them)
+        recipe += take_products(program.module, [p for p in options.forbid if not p.startswith("fuse ")])
     fuses = choices_of(step, device) is not None
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, [p for p in options.forbid if not p.startswith("fuse ")])

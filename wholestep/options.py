@@ -48,7 +48,7 @@ class Options:
     #: who may run regions, by name; None for everybody that is there and does not have to be asked for
     providers: tuple[str, ...] | None = None
     #: whether competing kernels are timed on this machine; otherwise the best guess is taken
-    tune: bool = True
+    tune: bool | str = True
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
@@ -85,9 +85,11 @@ class Options:
             raise InputError(f"accumulate must be a positive number of micro-batches, not {self.accumulate!r}")
         if not is_count(self.max_variants):
             raise InputError(f"max_variants must be a positive number of compiled shapes, not {self.max_variants!r}")
-        for name in ("skip_nonfinite", "verify", "tune"):
+        for name in ("skip_nonfinite", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is True or False, not {getattr(self, name)!r}")
+        if self.tune not in (True, False, "max"):
+            raise InputError(f'tune is True, False or "max" (tries more, and takes longer), not {self.tune!r}')
         if self.ema is not None and not (is_number(self.ema) and 0 <= self.ema < 1):
             raise InputError(f"ema is the decay of the average, from 0 up to but not including 1, not {self.ema!r}")
         if self.shapes not in SHAPES:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ..dialects.loop import Load, Store, outputs_of, schedule, space_of
 from ..dialects.step import torch_dtype
-from ..dialects.strides import is_dense, row_major, same_places
+from ..dialects.step.convolution import ConvolutionLike
+from ..dialects.strides import is_dense, is_laid_out, row_major, same_places
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from .choose import Chosen
@@ -17,8 +19,10 @@ from .providers import Region
 
 
 def region_of(body: Op, kernel: Op | None, operands: Sequence[Spec], device: torch.device) -> Region:
-    """A region on operands that lie in a certain way."""
+    """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would."""
     block = body.regions[0].block
+    if any(issubclass(op.definition, ConvolutionLike) for op in block):
+        kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
     layouts = result_layouts(kernel, operands, types)
@@ -38,11 +42,23 @@ def result_layouts(kernel: Op | None, operands: Sequence[Spec], types: Sequence[
         alike = next((s for s in by_size if s.shape == type.shape and is_dense(s.shape, s.strides)), None)
         if alike is not None:
             found.append(alike.strides)
-        elif order is None or kernel is None:
+        elif kernel is None:
+            found.append(as_images_lie(by_size, type.shape))
+        elif order is None:
             found.append(row_major(type.shape))
         else:
             found.append(strides_in_order(stores[arguments[number]], type.shape, order))
     return found
+
+
+def as_images_lie(operands: Sequence[Spec], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Channels-last where the first operand of the same rank is, as libraries do it; else row by row."""
+    order = (0, *range(2, len(shape)), 1)
+    image = next((s for s in operands if len(s.shape) == len(shape)), None)
+    if len(shape) < 4 or image is None or not is_laid_out(image.shape, image.strides, order):
+        return row_major(shape)
+    laid = row_major([shape[d] for d in order])
+    return tuple(laid[order.index(d)] for d in range(len(shape)))
 
 
 def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
@@ -145,9 +161,19 @@ def kernel_of(region: Region, chosen: Chosen | None) -> Kernel:
     run = unchosen if chosen is None or chosen.run is None else chosen.run
     step = Step(KERNEL, run, tuple(Ref(i) for i in range(count)), {}, (*results, *inner))
     kernel = Kernel(count, [step], memory, results, list(region.results))
-    kernel.over = overwritable(region.kernel, region.operands, region.results)
+    kernel.over = [
+        frozenset(first + n for n in taken)
+        for part, first in parts_of(region)
+        for taken in overwritable(part.kernel, part.operands, part.results)
+    ]
     kernel.scratch = [(n, 0, 1) for n in inner]
     return kernel
+
+
+def parts_of(region: Region) -> list[tuple[Region, int]]:
+    """The regions that one is made of, and where the operands of each begin; of most it is only itself."""
+    parts = region.parts or (region,)
+    return list(zip(parts, accumulate([0, *(len(p.operands) for p in parts)]), strict=False))
 
 
 def unchosen(*tensors: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from ..dialects.step import constant_value
 from ..dialects.strides import Strides, is_dense, row_major
 from ..ir.core import Op
 from ..torch_private import FakeTensorMode, TorchDispatchMode, has_kernel, is_composite, schema_of
+from .convolutions import in_parts, out_call
 
 #: what a step does with memory
 VIEW, OUT, NEW, COPY, FILL, MUTATE = "view", "out", "new", "copy", "fill", "mutate"
@@ -209,6 +210,8 @@ def out_form(operator: Any, device: str) -> tuple[Any, tuple[str, ...]] | None:
 @cache
 def has_in_place_form(operator: Any) -> bool:
     """Whether the operator may write its result over its first operand: torch has `add_` beside `add`."""
+    if not hasattr(operator, "overloadpacket"):  # a call of ours
+        return False
     name = schema_of(operator).name.removeprefix("aten::")
     return hasattr(torch.ops.aten, f"{name}_")
 
@@ -288,6 +291,9 @@ class _Recorder(TorchDispatchMode):
         if writes_arguments(func):
             return self.mutate(func, args, kwargs, given, named)
         made = as_kernels_lay_out(name, args, func(*args, **kwargs))
+        if name == "aten::convolution" and (parts := in_parts(args, made, self.device.type)) is not None:
+            with self:
+                return parts()
         outputs = made if isinstance(made, list | tuple) else (made,)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if len(tensors) != len(outputs):
@@ -319,7 +325,7 @@ class _Recorder(TorchDispatchMode):
             number = self.own(tensors[0])
             self.steps.append(Step(COPY, torch.Tensor.copy_, (Ref(number), given[0]), {}, (number,)))
         else:
-            self.compute(func, given, named, tensors)
+            self.compute(func, args, given, named, tensors)
         return made
 
     def own(self, tensor: torch.Tensor) -> int:
@@ -327,8 +333,10 @@ class _Recorder(TorchDispatchMode):
         self.memory[number] = spec_of(tensor)
         return number
 
-    def compute(self, func: Any, given: Any, named: Any, tensors: list[torch.Tensor]) -> None:
+    def compute(self, func: Any, args: Any, given: Any, named: Any, tensors: list[torch.Tensor]) -> None:
         found = out_form(func, self.device.type)
+        if found is None and (call := out_call(schema_of(func).name, args, tensors, self.device.type)) is not None:
+            found = call, ("out",)
         if found is None or not self.lies_well(func, given, tensors):
             self.fresh(NEW, func, given, named, tensors)
             return

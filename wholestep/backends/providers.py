@@ -21,6 +21,8 @@ from ..dialects.step import constant_value, torch_dtype
 from ..errors import InputError
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
+from ..transforms.regions import ANCHORS
+from . import batched
 from .aten import lower
 from .kernels import Spec
 
@@ -39,6 +41,8 @@ class Region:
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     device: torch.device
+    #: of a batch: the regions it consists of (`batched.py`)
+    parts: tuple[Region, ...] = ()
 
     @property
     def ops(self) -> list[Op]:
@@ -86,6 +90,8 @@ class Provider(ABC):
     name: ClassVar[str]
     #: kinds of devices it runs on
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    #: the module that writes several regions as one launch, of a provider that can
+    batching: ClassVar[str] = ""
 
     def takes(self, op: Op) -> bool:
         """Whether an op is to be a region of its own for this provider, instead of being fused with its neighbours."""
@@ -194,17 +200,38 @@ class Generator(Provider):
     def code(self) -> Any:
         return importlib.import_module(f"wholestep.backends.{self.package}")
 
+    @property
+    def batches(self) -> Any:
+        return importlib.import_module(f"wholestep.backends.{self.batching}")
+
     def claims(self, region: Region) -> str:
+        if region.parts:
+            return batched.why_not(self.code, self.batches, region) if self.batching else "it is a batch"
         if region.kernel is None:
             return "it has no loop form"
+        if any(op.name in ANCHORS for op in region.ops):
+            return self.why_no_product(region)
         return self.code.why_not(region.kernel, region.specs)
 
+    def why_no_product(self, region: Region) -> str:
+        """Why a region around a product or a convolution cannot be generated."""
+        return "a product is left to the libraries"
+
     def offers(self, region: Region) -> list[Offer]:
+        if region.parts:
+            way = batched.way_of(self.code, self.batches, region)
+            return [Offer(way.name, way.key, way.scratch, way)]
         found = self.code.candidates(region.kernel, region.specs)
         return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        return self.code.build([o.made for o in offers], report)
+        ways = [o.made for o in offers if isinstance(o.made, batched.Way)]
+        single = [o.made for o in offers if not isinstance(o.made, batched.Way)]
+        every = {c.key: c for c in (*single, *(c for way in ways for c in way.candidates))}
+        built = self.code.build(list(every.values()), report)
+        for way in ways:
+            built[way.key] = batched.launcher(way, built, lambda c: self.code.build([c])[c.key])
+        return built
 
 
 @register_provider
@@ -213,10 +240,45 @@ class Triton(Generator):
 
     name, package, devices = "triton", "triton.generate", ("cuda",)
 
+    def why_no_product(self, region: Region) -> str:
+        family = importlib.import_module("wholestep.backends.triton.contraction")
+        return family.why_not(region.kernel, region.specs)
+
+    batching = "triton.batches"
+    #: modules with kernels that were written by hand for one kind of op
+    templates: ClassVar[tuple[str, ...]] = ("depthwise",)
+
+    @cached_property
+    def written(self) -> list[Any]:
+        if importlib.util.find_spec("triton") is None:
+            return []
+        return [importlib.import_module(f"wholestep.backends.{name}") for name in self.templates]
+
+    def template(self, region: Region) -> Any:
+        """The template that runs an op of a region, or None."""
+        return next((t for t in self.written for op in region.ops if t.takes(op)), None)
+
+    def takes(self, op: Op) -> bool:
+        return any(t.takes(op) for t in self.written)
+
     def claims(self, region: Region) -> str:
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
-        return super().claims(region)
+        template = self.template(region)
+        return super().claims(region) if template is None else template.why_not(region)
+
+    def offers(self, region: Region) -> list[Offer]:
+        template = self.template(region)
+        return super().offers(region) if template is None else template.offers(region)
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found: dict[str, Launcher | Exception] = {}
+        rest = list(offers)
+        for template in self.written:
+            mine = [o for o in rest if isinstance(o.made, template.Way)]
+            rest = [o for o in rest if o not in mine]
+            found |= template.build(mine, report) if mine else {}
+        return found | (super().build(rest, report) if rest else {})
 
 
 @register_provider
@@ -233,6 +295,8 @@ class Inductor(Provider):
     name = "inductor"
 
     def claims(self, region: Region) -> str:
+        if region.parts:
+            return "it is a batch"
         if any(op.name in ("step.opaque", "step.random") for op in region.ops):
             return "it does not know every op of the region"
         return ""

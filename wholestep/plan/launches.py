@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ..backends.absorption import absorb_casts
 from ..backends.aten import lower
+from ..backends.batched import Batch, batched_region
 from ..backends.choose import Choices
 from ..backends.generated import kernel_of, region_of
 from ..backends.host import host_function
@@ -113,10 +114,11 @@ class Body:
 
 @dataclass(slots=True)
 class Regions:
-    """The bodies of regions, with their loop forms, by symbol, and the choices of who runs them."""
+    """The bodies of regions, with their loop forms, by symbol, the choices of who runs them, and batches of them."""
 
     bodies: dict[str, tuple[Op, Op | None]]
     choices: Choices
+    batches: dict[str, Batch] = field(default_factory=dict)
 
 
 def flatten(
@@ -297,9 +299,12 @@ class _Flattener:
     def as_region(self, op: Op) -> tuple[str, Kernel]:
         """Who runs a region, and its kernel; what nobody has decided about yet is noted."""
         assert self.regions is not None
-        body, loops = self.regions.bodies[op.callee.name]
-        specs = [self.operand(op, v).spec for v in op.operands]
-        region = region_of(body, loops, [s for s in specs if s is not None], self.device)
+        specs = [s for v in op.operands if (s := self.operand(op, v).spec) is not None]
+        batch = self.regions.batches.get(op.callee.name)
+        if batch is not None:
+            region = batched_region(batch, specs, self.device)
+        else:
+            region = region_of(*self.regions.bodies[op.callee.name], specs, self.device)
         chosen = self.regions.choices.known.get(region.key)
         if chosen is None:
             self.flat.undecided.append(region)

@@ -7,19 +7,23 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..backends.batched import batch_of
 from ..backends.choose import Choices
+from ..backends.generated import region_of
 from ..backends.host import host_function
-from ..backends.kernels import Kernel, Kernels
+from ..backends.kernels import Kernel, Kernels, Spec
+from ..dialects.step import torch_dtype
 from ..dialects.step.control import root_of
-from ..dialects.strides import Strides
+from ..dialects.strides import Strides, row_major
 from ..errors import WholestepError
 from ..ir.builtin import lookup
 from ..ir.collector import collector_paused
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
+from ..transforms.batch import WAIT, Batches, batch, unbatch
 from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
-from ..transforms.regions import Bodies
+from ..transforms.regions import Bodies, Piece, body_of
 from .aliases import Assignment, assign
 from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
 from .liveness import Graph, build_graph
@@ -108,8 +112,19 @@ class _Planner:
     pieces: Bodies = field(default_factory=Bodies)
 
     def expanded(self, function: Op) -> Op:
-        """What is planned: ops that ATen cannot run are expanded, by their general rules where kernels are generated."""
+        """What is planned: ops that ATen cannot run are expanded; by general rules where kernels are generated."""
         return expanded(function, self.device if self.choices is None else None)
+
+    def seconds(self, pieces: Sequence[Piece]) -> list[float]:
+        """Measured seconds of pieces on operands that lie row by row."""
+        assert self.choices is not None
+        regions = []
+        for piece in pieces:
+            body = self.pieces(piece)
+            function = body.function if body.function is not None else body_of(piece)
+            specs = [Spec(v.type.shape, row_major(v.type.shape), torch_dtype(v.type.element)) for v in piece.inputs]
+            regions.append(region_of(function, body.kernel, specs, self.device))
+        return self.choices.times(regions)
 
     def flatten(
         self,
@@ -124,18 +139,34 @@ class _Planner:
         if self.choices is None:
             return flatten(function, self.kernels, numbers, strides, find, alignment), None
         fusion = fuse(
-            function, numbers, self.pieces, self.forbid, lambda op: host_function(op) is not None, self.choices.takes
+            function,
+            numbers,
+            self.pieces,
+            self.forbid,
+            lambda op: host_function(op) is not None,
+            self.choices.takes,
+            seconds=self.seconds if self.choices.products and self.device.type == "cuda" else None,
         )
         root = root_of(function)
         bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}
+        batches = Batches()
+        if any(p.batching for p in self.choices.providers):
+            batches = batch(function, fusion, None if self.whole_updates else WAIT, self.forbid)
+        batched = {name: batch_of([bodies[part] for part in parts]) for name, parts in batches.parts.items()}
         for attempt in range(ATTEMPTS):
-            flat = flatten(function, self.kernels, numbers, strides, find, alignment, Regions(bodies, self.choices))
+            regions = Regions(bodies, self.choices, batched)
+            flat = flatten(function, self.kernels, numbers, strides, find, alignment, regions)
             late = attempt >= ATTEMPTS - 3
             if flat.undecided and not late:
                 self.choices.decide(flat.undecided)
             elif flat.op_by_op or flat.undecided:  # late: layouts keep changing with what is chosen
                 lost = set(flat.op_by_op)
-                dissolve(function, lambda op, lost=lost, all=bool(flat.undecided): all or op in lost)  # type: ignore[misc]
+
+                def goes(op: Op, lost: set[Op] = lost, all: bool = bool(flat.undecided)) -> bool:
+                    return all or op in lost
+
+                unbatch(function, fusion, batches, goes)
+                dissolve(function, goes)
             else:
                 return flat, fusion
         raise AssertionError("regions are left that nobody runs")

@@ -22,6 +22,7 @@ from ..plan.planner import planned_function
 from ..training.build import sizes
 from .batches import first_micro_batch
 from .cast_bytes import CastBytes, autocast_casts, program_casts
+from .kernels_report import KernelsReport, kernels_report
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class Report:
     loss_scale: float | None = None
     #: how the step runs, and the memory its plan gives it
     execution: dict[str, Any] = field(default_factory=dict)
+    #: who runs what share of launches, bytes and time
+    kernels: KernelsReport | None = None
 
     @property
     def bytes(self) -> int:
@@ -92,6 +95,7 @@ class Report:
                 lines.append(f"{title}: " + ", ".join(f"{name} x{n}" for name, n in sorted(table.items())))
         lines += self._state_lines()
         lines += self._execution_lines()
+        lines += [] if self.kernels is None else self.kernels.lines()
         lines += self._precision_lines()
         if self.verified:
             lines.append("the first step was run in eager PyTorch too and agreed")
@@ -183,6 +187,8 @@ class Report:
 
 def plain(value: Any) -> Any:
     """A field of the report as JSON has it."""
+    if isinstance(value, KernelsReport):
+        return value.to_dict()
     return asdict(value) if isinstance(value, CastBytes) else value
 
 
@@ -193,6 +199,7 @@ def report_of(step: Any) -> Report:
     low = program.policy.low
     own = step._own.tensors
     scale, skipped = own.get(("scaler", "scale")), own.get(("scaler", "skipped"))
+    movement = movement_of_step(step)
     return Report(
         seconds=dict(compiled.seconds),
         ops=sizes(program.module),
@@ -211,7 +218,8 @@ def report_of(step: Any) -> Report:
         casts=program_casts(compiled.executable) if low is not None else None,
         autocast=autocast_of(step, low) if low is not None else None,
         state=state_sizes(step),
-        movement=movement_of_step(step),
+        movement=movement,
+        kernels=kernels_report(movement, step.choices if compiled.static is not None else None),
         title=type(step.model).__name__,
         execution=execution_of(compiled),
         skipped=None if skipped is None else int(skipped),

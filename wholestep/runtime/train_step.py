@@ -35,12 +35,13 @@ from ..errors import InputError, WholestepError
 from ..ir.core import Op
 from ..options import Options
 from ..plan import Plan, plan_function
+from ..plan.planner import Planned
 from ..torch_private import foreach_copy, mark_optimizer_called
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.layout import own_strides
 from ..transforms.opportunity import Opportunity, opportunities
-from . import own_state
+from . import fusions, own_state
 from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
 from .counters import Counters
@@ -96,6 +97,11 @@ class Compiled:
         #: what was computed again to fit a memory budget
         self.budget: BudgetReport | None = None
         self.counters: Counters | None = None
+
+    @property
+    def planned(self) -> Planned | None:
+        """The plan with what was fused for it; None where the reference executor runs the program."""
+        return None if self.static is None else self.static.planned
 
     @cached_property
     def executable(self) -> Executable:
@@ -220,7 +226,16 @@ class TrainStep:
 
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
-        return opportunities(self.program())
+        with self._lock:
+            return [*opportunities(self.program()), *fusions.refused(self._compiled.planned)]
+
+    def why_not(self, a: str, b: str) -> str:
+        """Why two ops are not one kernel, or which kernel they are and who runs it, in one sentence.
+
+        a, b: sites as `step.recipe` and `step.opportunities()` show them, or patterns such as "*mlp*/gelu#0".
+        """
+        with self._lock:
+            return fusions.why_not(self._compiled.planned, a, b)
 
     @property
     def budget(self) -> BudgetReport | None:
@@ -230,7 +245,7 @@ class TrainStep:
     @property
     def recipe(self) -> list[str]:
         """The transformations that were applied, in order: `ws.compile(..., recipe=step.recipe)` does them again."""
-        return list(self._compiled.recipe)
+        return [*self._compiled.recipe, *fusions.recipe_of(self._compiled.planned)]
 
     def refresh(self) -> None:
         """Call it after changing parameters through `.data`: their low-precision copies are made again."""

@@ -14,21 +14,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..dialects.step import constant_value
+from ..dialects.step import StepBuilder, constant_value
 from ..dialects.step.control import root_of
 from ..dialects.step.fused import Fused
 from ..ir.attributes import Symbol
 from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
+from ..ir.types import I64
 from .expand import expand_ops, has_expansion
+from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
 from .opportunity import site_names
-from .regions import Bodies, Body, Piece, base, body_of, could_be_pieces, is_source, is_view, piece_of
+from .recompute import originals
+from .regions import ANCHORS, Bodies, Body, Piece, base, body_of, could_be_pieces, is_source, is_view, piece_of
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
 HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
 #: at most so many ops are looked at together; longer programs are cut into parts
 WINDOW = 4000
+
+
+#: measured seconds of pieces, each by the best of the providers
+Seconds = Callable[[Sequence[Piece]], list[float]]
 
 
 def never(op: Op) -> bool:
@@ -108,8 +115,16 @@ class Fusion:
     kernels: list[tuple[Op, list[str]]] = field(default_factory=list)
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     bodies: dict[str, Body] = field(default_factory=dict)
-    #: patterns of `forbid` that fitted something
+    #: patterns of `forbid` that fitted something; lines of a recipe and patterns of `force` that did
     forbidden: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    #: whether a recipe said what becomes a kernel
+    replayed: bool = False
+    #: per refusal: bytes that move because of it
+    gains: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: per op: whose results it reads; and of those that are no part of any kernel, why
+    reads: dict[str, list[str]] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
 
 
 class Fuser:
@@ -123,18 +138,25 @@ class Fuser:
         forbid: Sequence[str] = (),
         runs_on_host: Callable[[Op], bool] = never,
         alone: Callable[[Op], bool] = never,
+        recipe: Sequence[str] = (),
+        force: Sequence[str] = (),
+        seconds: Seconds | None = None,
     ):
         self.function = function
+        self.seconds = seconds
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.forbid = [p.removeprefix("fuse ") for p in forbid if p.startswith("fuse ")]
+        self.recipe, self.force = recipe, force
         self.runs_on_host, self.alone = runs_on_host, alone
         self.on_host = {self.block.arguments[i] for i in host}
         self.fusion = Fusion()
-        self.single: dict[Op, bool] = {}
+        self.single: dict[Op, str] = {}
 
     def run(self) -> Fusion:
         self.note_host()
+        self.reuse_statistics()
+        self.number_streams()
         self.take_apart()
         self.duplicate()
         ops = [op for op in self.block if not op.definition.terminator]
@@ -142,6 +164,7 @@ class Fuser:
         names = site_names(root_of(self.function))
         self.names = {op: names.get(op, op.name) for op in ops}
         self.groups: dict[Op, Group] = {}
+        note_neighbours(self)
         chosen: list[Group] = []
         for start in range(0, len(ops), WINDOW):
             chosen += self.join(ops[start : start + WINDOW])
@@ -158,24 +181,54 @@ class Fuser:
                 if all(known) and any(v in self.on_host for v in op.operands):
                     self.on_host.update(op.results)
 
+    def reuse_statistics(self) -> None:
+        """What backward normalises again it computes from the statistics that forward has kept."""
+        for copy, first in originals(self.block).items():
+            rule = getattr(copy.definition, "normalised", None)
+            if rule is None or any(r.uses for r in copy.results[1:]):
+                continue
+            statistics = first.results[1 : 1 + STATISTICS[copy.name]]
+            builder = StepBuilder(self.block, copy, copy.loc, copy.phase)
+            copy.results[0].replace_by(rule(builder, copy, *statistics))
+            copy.erase()
+
+    def number_streams(self) -> None:
+        """Random ops get their stream as an operand, so that the kernels of equal layers are equal."""
+        for op in [o for o in self.block if o.name == "step.random" and o.number is None and is_primitive(o)]:
+            builder = StepBuilder(self.block, op, op.loc, op.phase)
+            stream = builder.full(op.stream, (), I64)
+            drawn = builder.random(op.key, stream, distribution=op.distribution, stream=0, type=op.type)
+            op.result.replace_by(drawn)
+            op.erase()
+
     def is_fusible(self, op: Op) -> bool:
         """Whether an op may be part of a kernel at all."""
+        return not self.why_apart(op)
+
+    def why_apart(self, op: Op) -> str:
+        """Why an op is no part of a kernel; empty where it may be."""
         found = self.single.get(op)
         if found is None:
-            found = self.single[op] = self.could_be(op)
+            found = self.single[op] = self.reason_apart(op)
         return found
 
-    def could_be(self, op: Op) -> bool:
-        if op.definition.terminator or is_view(op) or is_source(op) or not any(r.uses for r in op.results):
-            return False
-        if any(r in self.on_host for r in op.results) or not (is_primitive(op) or has_expansion(op)):
-            return False
-        if op.name in ANCHORS or self.alone(op):
-            return False
-        if op.name == "step.select" and op.operands[0] in self.on_host:  # one of two tensors is handed on
-            return False
+    def reason_apart(self, op: Op) -> str:
+        if op.definition.terminator or is_view(op) or is_source(op):
+            return "it is no work of its own"
+        if not any(r.uses for r in op.results):
+            return "nobody reads what it makes"
+        if any(r in self.on_host for r in op.results):
+            return "it is a number of the host"
+        if op.name in ANCHORS:
+            return "a library runs it"
+        if self.alone(op):
+            return "a provider takes it for itself"
+        if not (is_primitive(op) or has_expansion(op)):
+            return "it has no loop form"
+        if op.name == "step.select" and op.operands[0] in self.on_host:
+            return "it hands on one of two tensors"
         position = {o: i for i, o in enumerate([*self.sources(op), op])}
-        return not self.bodies(piece_of([op], position)).why_not
+        return self.bodies(piece_of([op], position)).why_not
 
     def sources(self, op: Op) -> list[Op]:
         """Views and constants that an op looks through, in some order that respects them."""
@@ -202,7 +255,7 @@ class Fuser:
                 continue
             if not any(r.uses for r in op.results) or any(r in self.on_host for r in op.results):
                 continue
-            if self.is_fusible(op):
+            if self.is_fusible(op) or self.alone(op):
                 continue
             key = (op.name, ",".join(str(v.type) for v in op.operands) + str(sorted(map(str, op.attributes.items()))))
             if key not in known:
@@ -242,6 +295,9 @@ class Fuser:
         self.groups = groups = {
             op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
         }
+        if self.recipe:
+            return replay(self, self.recipe)
+        join_forced(self, self.force)
         for op in self.nodes:
             if self.is_fusible(op):
                 for value in sorted(self.read(op), key=lambda v: -v.type.bytes):
@@ -249,7 +305,11 @@ class Fuser:
                     if maker in groups and self.is_fusible(maker) and groups[maker] is not groups[op]:
                         self.try_join(groups[maker], groups[op], maker, op)
         self.join_siblings(self.nodes)
-        chosen = {id(g): g for g in groups.values() if self.is_fusible(g.members[0]) or self.stands_alone(g.members[0])}
+        if self.seconds is not None:
+            self.join_products(self.nodes, self.seconds)
+        chosen = {
+            id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
+        }
         return list(chosen.values())
 
     def stands_alone(self, op: Op) -> bool:
@@ -274,12 +334,40 @@ class Fuser:
                 if a is not b and near and one.phase == other.phase:
                     self.try_join(a, b, one, other)
 
+    def join_products(self, nodes: list[Op], seconds: Seconds) -> None:
+        """Products take the kernel after them along, or the one before, where that is measured to be faster."""
+        found = [(op, group) for op in nodes if op.name == "step.contract" for group in self.neighbours(op)]
+        pieces = {}
+        for op, group in found:
+            whole = piece_of([op, *group.members], self.position)
+            if self.reach.between([op], group.members) is None and not self.bodies(whole).why_not:
+                parts = [piece_of(m, self.position) for m in ([op], group.members)]
+                pieces[op, id(group)] = (whole, *parts)
+        times = iter(seconds([p for all in pieces.values() for p in all]))
+        measured = {key: tuple(next(times) for _ in all) for key, all in pieces.items()}
+        for op, group in found:
+            together, product, rest = measured.get((op, id(group)), (0.0, 0.0, 0.0))
+            still = self.groups[op].members == [op] and self.groups[group.members[0]] is group
+            if together and still and together < product + rest:
+                self.gather([op, *group.members])
+
+    def neighbours(self, op: Op) -> list[Group]:
+        """Kernels that alone read a product, or whose only reader it is."""
+        readers = {id(g): g for u in readers_of(op.results[0]) if (g := self.groups.get(u)) is not None}
+        found = [g for g in readers.values() if len(readers) == 1 and self.is_fusible(g.members[0])]
+        for value in self.read(op):
+            maker = value.op
+            if maker in self.groups and self.is_fusible(maker) and set(readers_of(value)) == {op}:
+                found.append(self.groups[maker])
+        return [g for g in found if {HALVES.get(m.phase, 3) for m in g.members} == {HALVES.get(op.phase, 3)}]
+
     def try_join(self, a: Group, b: Group, producer: Op, consumer: Op) -> bool:
         why = self.why_not(a, b, producer, consumer)
         if why:
-            self.fusion.refusals[self.names[producer], self.names[consumer]] = why
+            pair = self.names[producer], self.names[consumer]
+            self.fusion.refusals[pair], self.fusion.gains[pair] = why, bytes_between(self, producer, consumer)
             return False
-        self.unite(a, b)
+        self.gather([*a.members, *b.members])
         return True
 
     def why_not(self, a: Group, b: Group, producer: Op, consumer: Op) -> str:
@@ -309,13 +397,16 @@ class Fuser:
             return False
         return sum(v.type.bytes for v in piece.inputs) <= sum(v.type.bytes for v in piece.outputs)
 
-    def unite(self, a: Group, b: Group) -> None:
-        """Makes two groups one."""
-        members = sorted([*a.members, *b.members], key=self.position.__getitem__)
-        self.reach.unite(members)
-        joined = Group(members, max(a.points, b.points))
+    def gather(self, ops: Iterable[Op]) -> Group:
+        """Makes ops, with the groups they are in, one group."""
+        old = {id(g): g for op in ops for g in (self.groups[op],)}.values()
+        members = sorted({m for g in old for m in g.members}, key=self.position.__getitem__)
+        if len(members) > 1:
+            self.reach.unite(members)
+        joined = Group(members, max(g.points for g in old))
         for op in members:
             self.groups[op] = joined
+        return joined
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -381,12 +472,16 @@ class Fuser:
             block.append(op)
 
 
-#: ops whose loop form exists but which libraries do better
-ANCHORS = frozenset(
-    f"step.{n}"
-    for n in ("attention", "attention_grad", "attention_mask_grad", "contract")
-    + ("conv", "conv_input_grad", "conv_weight_grad")
-)
+def readers_of(value: Value) -> list[Op]:
+    """Who reads a value, through views as well."""
+    found: list[Op] = []
+    for user in dict.fromkeys(value.uses):
+        found += readers_of(user.results[0]) if is_view(user) else [user]
+    return found
+
+
+#: how many of its results, after the first, are the statistics of a normalisation
+STATISTICS = {"step.layer_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
 #: ops that cost next to nothing beside the bytes they read
 CHEAP = frozenset(
     f"step.{n}"
@@ -402,13 +497,17 @@ def fuse(
     forbid: Sequence[str] = (),
     runs_on_host: Callable[[Op], bool] = never,
     alone: Callable[[Op], bool] = never,
+    recipe: Sequence[str] = (),
+    force: Sequence[str] = (),
+    seconds: Seconds | None = None,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
     host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
-    wants for itself.
+    wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
+    is decided by the clock.
     """
-    return Fuser(function, host, bodies, forbid, runs_on_host, alone).run()
+    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

@@ -17,7 +17,7 @@ from ..dialects.step.base import StepOp
 from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Block, Builder, Op, Value
 from ..ir.passes import run_pipeline
-from ..ir.types import BOOL, I64, ScalarType, TensorType
+from ..ir.types import BOOL, I64, ScalarType
 from .expand import expand_where, has_expansion
 
 
@@ -49,9 +49,10 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """An index that is a number of the kernel."""
+    """An index that is a number of the kernel; `checked`: it was read from a tensor, and may be wrong."""
 
     number: Value
+    checked: bool = False
 
 
 Place = Affine | Computed
@@ -307,18 +308,21 @@ class Lowering:
         return found
 
     def load(self, tensor: Value, index: tuple[Place, ...]) -> Value:
-        numbers, dynamic, rows, guarded = [], [], [], False
+        numbers, dynamic, rows, guarded, checked = [], [], [], False, False
         for dim, (place, size) in enumerate(zip(index, tensor.type.shape, strict=True)):
             if isinstance(place, Computed):
                 numbers.append(place.number)
                 dynamic.append(dim)
                 rows.append(self.row(Affine()))
                 guarded = True  # nobody knows what an index tensor of the batch holds
+                checked = checked or place.checked
                 continue
             low, high = self.range(place)
             guarded = guarded or low < 0 or high >= size
             rows.append(self.row(place))
-        return Load.build(self.b, tensor, numbers, map=rows, dynamic=tuple(dynamic), guarded=guarded).result
+        return Load.build(
+            self.b, tensor, numbers, map=rows, dynamic=tuple(dynamic), guarded=guarded, checked=checked
+        ).result
 
     def row(self, place: Affine) -> list[int]:
         """A row of an access map; all rows of a kernel are made equally long at its end."""
@@ -328,8 +332,9 @@ class Lowering:
     def pointwise(self, op: Op, index: tuple[Place, ...]) -> Value:
         args = []
         for operand in op.operands:
-            lead = len(index) - operand.type.rank
-            args.append(self.at(operand, index[lead:]))
+            own = index[len(index) - operand.type.rank :]
+            shape = operand.type.shape  # of size one: the same number everywhere, however the index was computed
+            args.append(self.at(operand, [self.nowhere if n == 1 else p for p, n in zip(own, shape, strict=True)]))
         name = op.definition.name.partition(".")[2]
         rounding = op.attributes.get("rounding", "none")
         if name == "div" and rounding != "none":
@@ -339,7 +344,11 @@ class Lowering:
         return self.apply(name, *args, dtype=op.results[0].type.element)
 
     def apply(self, fn: str, *args: Value, dtype: ScalarType) -> Value:
-        return Apply.build(self.b, list(args), fn=fn, dtype=dtype).result
+        first, *rest = args
+        if len({v.type for v in rest}) > 1:  # a sum is wider than what it is a sum of
+            wide = compute_type(dtype)
+            rest = [v if v.type is wide else self.apply("cast", v, dtype=wide) for v in rest]
+        return Apply.build(self.b, [first, *rest], fn=fn, dtype=dtype).result
 
     def constant(self, value: float | int | bool, dtype: ScalarType) -> Value:
         return Constant.build(self.b, value=value, dtype=dtype).result
@@ -401,7 +410,7 @@ class Lowering:
         return self.apply("select", condition, value, other, dtype=value.type)
 
     def computed(self, number: Value) -> Computed:
-        return Computed(number if number.type is I64 else self.apply("cast", number, dtype=I64))
+        return Computed(number if number.type is I64 else self.apply("cast", number, dtype=I64), True)
 
     def counted(self, place: Place, start: float, stride: float, dtype: ScalarType) -> Value:
         """start + index * stride."""
@@ -443,7 +452,9 @@ class Lowering:
     def shifted(self, place: Place, by: int) -> Place:
         if isinstance(place, Affine):
             return place + by
-        return Computed(self.apply("add", place.number, self.constant(by, I64), dtype=I64)) if by else place
+        if not by:
+            return place
+        return Computed(self.apply("add", place.number, self.constant(by, I64), dtype=I64), place.checked)
 
     def divided(self, place: Place, by: int) -> tuple[Place, Place]:
         """Quotient and remainder of an index."""
@@ -470,10 +481,11 @@ class Lowering:
             return value if value.type is compute_type(dtype) else self.apply("cast", value, dtype=compute_type(dtype))
         return Reduce.build(self.b, value, kind=kind, dims=dims, dtype=compute_type(dtype)).result
 
-    def random(self, key: Value, index: Sequence[Place], type: TensorType, stream: int, digits: int) -> Value:
-        parts = [self.at(key, (Affine((), i),)) for i in range(3)]
-        element = self.linear(index, type.shape)
-        return Random.build(self.b, *parts, element, stream=stream, digits=digits).result
+    def random(self, op: Op, index: Sequence[Place], digits: int) -> Value:
+        parts = [self.at(op.key, (Affine((), i),)) for i in range(3)]
+        element = self.linear(index, op.type.shape)
+        stream = self.constant(op.stream, I64) if op.number is None else self.at(op.number, ())
+        return Random.build(self.b, *parts, element, stream, digits=digits).result
 
 
 def shifts(op: Op) -> list[tuple[Value, Value, int, int]]:

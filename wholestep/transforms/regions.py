@@ -33,6 +33,11 @@ def is_source(op: Op) -> bool:
     return not op.operands and bool(op.results)
 
 
+def is_stream(value: Value) -> bool:
+    """The number of a random op's stream: an operand of kernels, in which equal layers differ."""
+    return bool(value.uses) and all(u.name == "step.random" and u.number is value for u in value.uses)
+
+
 def base(value: Value) -> Value:
     """The value that a view, seen through any number of views, looks at."""
     while (op := value.op) is not None and is_view(op):
@@ -72,7 +77,7 @@ def piece_of(members: Iterable[Op], position: dict[Op, int]) -> Piece:
             if op is None:
                 inputs[value] = None
             return
-        if is_source(op):
+        if is_source(op) and not is_stream(value):
             ops[op] = None
         elif is_view(op) and goes_inside(value, chosen, direct):
             ops[op] = None
@@ -157,12 +162,12 @@ class Bodies:
         points = 1
         for n in walk.sizes:
             points *= n
-        if points > largest:
+        if points > largest and not any(op.name in ANCHORS for op in piece.ops):
             return Body(function, why_not="they walk different dimensions")
         row = 1
         for d in walk.row:
             row *= walk.sizes[d]
-        if walk.along and walk.outer and row > LONGEST_ROW and comes_back(kernel, walk):
+        if walk.along and walk.outer and row > LONGEST_ROW and points <= largest and comes_back(kernel, walk):
             return Body(function, why_not=f"a row of {row:,} elements would be needed at once")
         return Body(function, kernel, walk)
 
@@ -184,6 +189,12 @@ class Bodies:
         return ""
 
 
+#: ops whose loop form exists but which libraries do better: they are joined with others only by measurement
+ANCHORS = frozenset(
+    f"step.{n}"
+    for n in ("attention", "attention_grad", "attention_mask_grad", "contract")
+    + ("conv", "conv_input_grad", "conv_weight_grad")
+)
 ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
 
 

@@ -146,6 +146,7 @@ def launcher(function: Any) -> Callable[..., None] | Exception:
         pack = layouts.get(len(tensors))
         if pack is None:
             pack = layouts[len(tensors)] = struct.Struct(f"{len(tensors)}P").pack
-        function(pack(*map(address, tensors)))
+        if function(pack(*map(address, tensors))):
+            raise IndexError("index out of range: a number of the batch lies outside of the table it looks up")
 
     return launch

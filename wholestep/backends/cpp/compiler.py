@@ -264,5 +264,5 @@ def load(data: bytes) -> ctypes.CDLL:
 
 def function_of(library: ctypes.CDLL, name: str) -> Any:
     function = getattr(library, name)
-    function.argtypes, function.restype = [ctypes.c_void_p], None
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     return function

@@ -128,10 +128,10 @@ class Nests:
         if n.kind == "random":
             element = n.args[3]
             whole = "i32" if element.is_small else "i64"
-            seed, step, micro_batch, at = args
-            stream, digits = n.attributes["stream"], n.attributes["digits"]
+            seed, step, micro_batch, at, stream = args
+            digits = n.attributes["digits"]
             where = f"(u32)(({whole}){at} >> 2), (u32){at}"
-            return f"uniform({seed}, {step}, {micro_batch}, {where} & 3, {stream}u, {digits})"
+            return f"uniform({seed}, {step}, {micro_batch}, {where} & 3, (u32){stream}, {digits})"
         return apply(n, args)
 
     def load(self, n: Number, args: Sequence[str]) -> str:
@@ -142,9 +142,12 @@ class Nests:
         if not n.guards:
             return read
         if 0 in self.walk.specs[n.tensor].shape:
-            return literal(0, n.type)
+            return literal(n.value, n.type)
         inside = " & ".join(self.inside(g) for g in n.guards)
-        return f"{inside} ? {read} : {literal(0, n.type)}"
+        other = literal(n.value, n.type)
+        if n.value:
+            other = f"(__atomic_store_n(&outside, 1, __ATOMIC_RELAXED), {other})"
+        return f"{inside} ? {read} : {other}"
 
     def inside(self, guard: Guard) -> str:
         at = sum_text(guard.at)
@@ -266,10 +269,10 @@ class Nests:
         self.open(f"for (i64 stretch = {loop.low}; stretch < {loop.high}; stretch += DRAWN)")
         self.line(f"const i64 end = stretch + DRAWN < {loop.high} ? stretch + DRAWN : {loop.high};")
         for n in drawn:
-            seed, step, micro_batch, _ = (self.names.get(a, "") for a in n.args)
+            seed, step, micro_batch, _, stream = (self.names.get(a, "") for a in n.args)
             element = sum_text(n.args[3].linear).replace(i, "stretch")
-            stream, digits = n.attributes["stream"], n.attributes["digits"]
-            key = f"{seed}, {step}, {micro_batch}, {element}, end - stretch, {stream}u, {digits}"
+            digits = n.attributes["digits"]
+            key = f"{seed}, {step}, {micro_batch}, {element}, end - stretch, (u32){stream}, {digits}"
             self.line(f"const float* const {n.name} = draw({n.name}_drawn, {key});")
             self.names[n] = f"{n.name}[{i} - stretch]"
         return Loop(loop.dim, "stretch", "end")

@@ -29,14 +29,15 @@ def source_of(walk: Walk, name: str, options: Options) -> tuple[str, int]:
     """The function as text, and the bytes of scratch memory it needs."""
     code = Code(walk, options)
     getattr(code, options.structure)()
-    head = [f'extern "C" void {name}(void** tensors) {{']
+    # what it gives says whether an index that was read lay outside of its table
+    head = [f'extern "C" int {name}(void** tensors) {{', "  int outside = 0;"]
     written = {w.tensor for w in walk.writings}
     for i, element in enumerate(walk.elements):
         type = STORED[element.text] if i in written else f"const {STORED[element.text]}"
         head.append(f"  {type}* const p{i} = ({type}*)tensors[{i}];")
     if code.scratch:
         head.append(f"  char* const scratch = (char*)tensors[{len(walk.elements)}];")
-    return "\n".join([*head, *code.lines, "}", ""]), code.scratch
+    return "\n".join([*head, *code.lines, "  return outside;", "}", ""]), code.scratch
 
 
 class Code(Nests):

@@ -236,7 +236,17 @@ class Reader:
             low, high = at.range(self.sizes)
             if op.attributes["guarded"] and (number is not None or low < 0 or high >= size):
                 guards.append(Guard(at, number, size))
-        return Number(name, "load", type, tuple(args), where, tensor=tensor, steps=tuple(steps), guards=tuple(guards))
+        return Number(
+            name,
+            "load",
+            type,
+            tuple(args),
+            where,
+            value=float("nan") if op.attributes["checked"] and type.kind == "float" else 0,
+            tensor=tensor,
+            steps=tuple(steps),
+            guards=tuple(guards),
+        )
 
     def store(self, op: Op) -> None:
         tensor = self.tensors[op.operands[1]]

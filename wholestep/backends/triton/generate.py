@@ -63,6 +63,10 @@ class Candidate:
 
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
     """ "" if the kernel can be generated, else a reason for a user."""
+    from . import contraction
+
+    if not contraction.why_not(function, specs):
+        return ""
     reason = unsupported(specs, function)
     if reason:
         return reason
@@ -78,6 +82,10 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
 
 def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """The best guess first, then alternatives worth timing."""
+    from . import contraction
+
+    if not contraction.why_not(function, specs):
+        return contraction.candidates(function, specs)
     family = Family(function, specs)
     return [candidate(family, config) for config in configs(family)]
 

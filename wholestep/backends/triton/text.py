@@ -285,8 +285,9 @@ class Text:
         axes = self.op_axes(op)
         mask = self.mask(self.tiled(axes), self.guards(access))
         text = f"tl.load(p{access.argument} + ({self.offset(access)})"
-        text += f", mask={mask}, other=0)" if mask else ")"
         element = op.operands[0].type.element
+        outside = "float('nan')" if op.attributes["checked"] and element.kind == "float" else "0"
+        text += f", mask={mask}, other={outside})" if mask else ")"
         type = number_type(element)
         if element.kind == "float" and element.bits < 32:
             text += f".to({type})"
@@ -307,7 +308,7 @@ class Text:
         self.line(f"tl.store(p{access.argument} + ({self.offset(access)}), {value.text}{tail}")
 
     def random(self, op: Op) -> None:
-        seed, counter, micro_batch, element = (self.names[v] for v in op.operands)
+        seed, counter, micro_batch, element, stream = (self.names[v] for v in op.operands)
         n, bits = self.fresh("r"), op.attributes["digits"]
         quads = self.quads(op)
         at = f"{n}_at"
@@ -327,9 +328,8 @@ class Text:
             f"{n}_upper = ({micro_batch.to('tl.int64')} | (({counter.to('tl.int64')} >> 32) << 16)).to(tl.uint32)"
         )
         words = ", ".join(f"{n}_{k}" for k in range(4))
-        stream = literal(op.attributes["stream"], "tl.uint32")
         self.line(
-            f"{words} = tl.philox({seed.text}, {n}_block, {n}_zero + {stream}, "
+            f"{words} = tl.philox({seed.text}, {n}_block, {n}_zero + {stream.to('tl.int64')}.to(tl.uint32), "
             f"{n}_zero + {counter.text}.to(tl.uint32), {n}_zero + {n}_upper)"
         )
         if quads is not None:

@@ -128,7 +128,7 @@ def map_problem(op: Op, tensor: TensorType) -> str | None:
 class Load(OpDef):
     """One element of a tensor. `indices` are added to the mapped index of the dimensions that `dynamic` names.
 
-    Guarded, an element outside of the tensor is 0; otherwise there is none outside.
+    Guarded, an element outside of the tensor is 0, or NaN if it is `checked`; otherwise there is none outside.
     """
 
     tensor = Operand(AnyTensor)
@@ -137,6 +137,7 @@ class Load(OpDef):
     map = Attr("list", "per dimension of the tensor: a coefficient per iteration dimension, then a constant")
     dynamic = Attr("ints", "dimensions of the tensor whose index is computed", ())
     guarded = Attr("bool", "whether the map may leave the tensor", False)
+    checked = Attr("bool", "whether leaving it is a mistake in the data, which must be seen", False)
 
     @staticmethod
     def infer(tensor, *rest, **attributes):
@@ -151,10 +152,17 @@ class Load(OpDef):
 class Apply(OpDef):
     """A function of numbers, named as the pointwise op of the step dialect. 16-bit floats are computed as f32."""
 
-    args = Operand(AnyType, variadic=True)
+    x = Operand(AnyType)
+    rest = Operand(AnyType, "further numbers, all of one type", variadic=True)
     y = Result(AnyType)
     fn = Attr("str", "the function", choices=tuple(FUNCTIONS))
     dtype = Attr("dtype", "type of the result")
+
+    @classmethod
+    def build(cls, builder, *operands, **attributes):  # type: ignore[no-untyped-def]
+        """The numbers are given as one list."""
+        ((first, *rest),) = operands
+        return super().build(builder, first, rest, **attributes)
 
     @staticmethod
     def infer(*rest, fn, dtype):
@@ -162,7 +170,9 @@ class Apply(OpDef):
 
     @staticmethod
     def check(op: Op) -> str | None:
-        return None if len(op.operands) == FUNCTIONS[op.fn] else f"{op.fn} takes {FUNCTIONS[op.fn]} numbers"
+        if len(op.operands) != FUNCTIONS[op.fn]:
+            return f"{op.fn} takes {FUNCTIONS[op.fn]} numbers"
+        return None if len({v.type for v in op.rest}) < 2 else f"{op.fn} of {' and '.join(str(v.type) for v in op.rest)}"
 
 
 @loop.op
@@ -174,8 +184,8 @@ class Random(OpDef):
     counter = Operand(AnyType, "the step counter")
     micro_batch = Operand(AnyType)
     element = Operand(AnyType, "row-major number of the element")
+    stream = Operand(AnyType, "number of the random op in the program: no attribute, so that equal layers are equal")
     y = Result(AnyType)
-    stream = Attr("int", "number of the random op in the program")
     digits = Attr("int", "how many bits of the word count")
 
     @staticmethod

@@ -73,7 +73,9 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
                 assert bool(inside.all()), f"{op} leaves its tensor"
             at = [i.clamp(0, n - 1) for i, n in zip(at, tensor.shape, strict=True)]
             value = tensor[tuple(at)] if at else tensor.expand(sizes)
-            value = torch.where(inside, value, torch.zeros((), dtype=value.dtype)).to(wide(value.dtype))
+            shown = op.attributes.get("checked") and value.dtype.is_floating_point
+            outside = torch.full((), float("nan") if shown else 0, dtype=value.dtype)
+            value = torch.where(inside, value, outside).to(wide(value.dtype))
         elif kind is Random:
             seed, counter, micro_batch = (int(numbers[v].flatten()[0]) for v in op.operands[:3])
             element = numbers[op.operands[3]].flatten()
@@ -81,7 +83,7 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
                 t for t in (torch.float32, torch.float16, torch.bfloat16) if digits(t) == op.attributes["digits"]
             )
             key, count = (seed, counter, micro_batch), int(element.max()) + 1
-            drawn = draw("uniform", (count,), dtype, key, op.attributes["stream"])
+            drawn = draw("uniform", (count,), dtype, key, int(numbers[op.operands[4]].flatten()[0]))
             value = drawn.double()[element].reshape(sizes)
         elif kind is Apply:
             name, args = op.attributes["fn"], [numbers[v] for v in op.operands]

@@ -128,8 +128,8 @@ def schedule(function: Op) -> Schedule:
     for reduction in across:
         if not outer <= frozenset(reduction.attributes["dims"]):
             raise NoSchedule("a sum over some of the rows only")
-        if any(r in across for r in behind[reduction.operands[0]]):
-            raise NoSchedule("a sum over what another sum over all rows gives")
+    if any(r in across for reduction in reductions for r in behind[reduction.operands[0]]):
+        raise NoSchedule("a sum over what another sum over all rows gives")
     after = [
         op
         for op in block

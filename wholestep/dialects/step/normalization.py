@@ -125,10 +125,16 @@ class LayerNorm(RowNorm):
         mean = b.mean(x, dims=dims, keepdim=True)
         variance = b.variance(x, dims=dims, keepdim=True, correction=0)
         rstd = b.rsqrt(b.add(variance, op.eps))
+        return LayerNorm.normalised(b, op, mean, rstd), mean, rstd
+
+    @staticmethod
+    def normalised(b, op, mean, rstd):
+        """y from statistics that are known."""
+        x, weight, bias = widen(b, op.x, op.weight, op.bias)
         y = b.mul(b.sub(x, mean), rstd)
         y = y if weight is None else b.mul(y, weight)
         y = y if bias is None else b.add(y, bias)
-        return b.cast_to(y, op.y.type.element), mean, rstd
+        return b.cast_to(y, op.y.type.element)
 
 
 @step.op
@@ -216,9 +222,15 @@ class RmsNorm(RowNorm):
         dims = _trailing(op.x.type, op.trailing)
         x, weight = widen(b, op.x, op.weight)
         rstd = b.rsqrt(b.add(b.mean(b.mul(x, x), dims=dims, keepdim=True), op.eps))
+        return RmsNorm.normalised(b, op, rstd), rstd
+
+    @staticmethod
+    def normalised(b, op, rstd):
+        """y from statistics that are known."""
+        x, weight = widen(b, op.x, op.weight)
         y = b.mul(x, rstd)
         y = y if weight is None else b.mul(y, weight)
-        return b.cast_to(y, op.y.type.element), rstd
+        return b.cast_to(y, op.y.type.element)
 
 
 @step.op
@@ -562,12 +574,18 @@ class BatchNorm(BatchNormLike):
     @staticmethod
     def expand(b, op):
         dims, rank = _batch_dims(op), op.x.type.rank
-        x, weight, bias = widen(b, op.x, op.weight, op.bias)
+        (x,) = widen(b, op.x)
         running = []
         if op.training:
-            mean = b.mean(x, dims=dims)
-            variance = b.variance(x, dims=dims, correction=0)
-            if op.running_mean is not None:
+            if op.running_mean is None:
+                mean = b.mean(x, dims=dims)
+                variance = b.variance(x, dims=dims, correction=0)
+            else:  # both sums from one look at x: around the running mean they lose no digits once that has settled
+                around = b.cast_to(op.running_mean, x.type.element)
+                distance = b.sub(x, per_channel(b, around, rank))
+                off = b.mean(distance, dims=dims)
+                mean = b.add(around, off)
+                variance = b.maximum(b.sub(b.mean(b.mul(distance, distance), dims=dims), b.mul(off, off)), 0.0)
                 count = x.type.size // x.type.shape[1]
                 unbiased = b.mul(variance, count / max(1, count - 1))
                 for old, new in ((op.running_mean, mean), (op.running_var, unbiased)):
@@ -576,10 +594,17 @@ class BatchNorm(BatchNormLike):
         else:
             mean, variance = (b.cast_to(v, x.type.element) for v in (op.running_mean, op.running_var))
         rstd = b.rsqrt(b.add(variance, op.eps))
+        return BatchNorm.normalised(b, op, mean, rstd), mean, rstd, *running
+
+    @staticmethod
+    def normalised(b, op, mean, rstd):
+        """y from statistics that are known."""
+        rank = op.x.type.rank
+        x, weight, bias = widen(b, op.x, op.weight, op.bias)
         y = b.mul(b.sub(x, per_channel(b, mean, rank)), per_channel(b, rstd, rank))
         y = y if weight is None else b.mul(y, per_channel(b, weight, rank))
         y = y if bias is None else b.add(y, per_channel(b, bias, rank))
-        return b.cast_to(y, op.y.type.element), mean, rstd, *running
+        return b.cast_to(y, op.y.type.element)
 
 
 @step.op

@@ -19,7 +19,7 @@ def expand_random(b: StepBuilder, op: Op) -> Value:
     if not type.size:
         return b.full(0.0, type.shape, type.element)
     element = F64 if type.element is F64 else F32
-    words = philox_words(b, op.key, op.stream, -(-type.size * words_per_element(torch_dtype(type.element)) // 4))
+    words = philox_words(b, op.key, op.stream if op.number is None else op.number, -(-type.size * words_per_element(torch_dtype(type.element)) // 4))
     if op.distribution == "uniform":
         numbers = fractions(b, words, type.element)
     elif op.distribution == "exponential":
@@ -29,12 +29,12 @@ def expand_random(b: StepBuilder, op: Op) -> Value:
     return b.reshape_to(b.cast_to(part(b, numbers, 0, type.size), type.element), type.shape)
 
 
-def philox_words(b: StepBuilder, key: Value, stream: int, blocks: int) -> Value:
+def philox_words(b: StepBuilder, key: Value, stream: int | Value, blocks: int) -> Value:
     """The words of the first blocks of a stream, each in 64 bits, as one vector."""
     seed, step, micro_batch = (b.reshape_to(part(b, key, i, i + 1), ()) for i in range(3))
     keys = [low(b, seed), low(b, high(b, seed))]
     x: Value = b.iota(start=0, stride=1, type=TensorType((blocks,), I64))
-    y: Value = b.full(stream, (), I64)
+    y: Value = stream if isinstance(stream, Value) else b.full(stream, (), I64)
     z, w = low(b, step), b.add(micro_batch, b.mul(high(b, step), 1 << 16))
     for _ in range(ROUNDS):
         p, q = b.mul(x, MULTIPLIERS[0]), b.mul(z, MULTIPLIERS[1])

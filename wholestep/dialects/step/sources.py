@@ -7,7 +7,7 @@ import torch
 from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
 from ...ir.types import I64, TensorType
-from .base import LABELS, Roles, StepOp, step, torch_dtype
+from .base import LABELS, Roles, StepOp, constant_value, step, torch_dtype
 from .philox import DISTRIBUTIONS, digits, words_per_element
 from .philox_ops import expand_random
 
@@ -96,29 +96,33 @@ class Random(StepOp):
     regenerated = True
     takes_device = True
     key = Operand(IntTensor, "seed, step counter and micro-batch index")
+    number = Operand(IntTensor, "the stream where it is no attribute: in kernels that equal layers share", optional=True)
     y = Result(FloatTensor)
     distribution = Attr("str", "which distribution", choices=DISTRIBUTIONS)
     stream = Attr("int", "number of this random op in the program")
     type = Attr("type", "the type of the result")
 
     @staticmethod
-    def infer(key, distribution, stream, type):
+    def infer(key, number, distribution, stream, type):
         return type
 
     @staticmethod
     def evaluate(op):
         shape, dtype, stream, distribution = op.type.shape, torch_dtype(op.type.element), op.stream, op.distribution
 
-        def run(key, device=None):
+        known = op.number is None or constant_value(op.number) is not None
+        stream = stream if op.number is None else constant_value(op.number)
+
+        def run(key, number=None, device=None):
             out = torch.empty(shape, dtype=dtype, device=device)
-            torch.ops.wholestep.random_(out, key, distribution, stream)
+            torch.ops.wholestep.random_(out, key, distribution, stream if known else int(number))
             return out
 
         return run
 
     @staticmethod
     def element(k, op, index):
-        return k.random(op.key, index, op.type, op.stream, digits(torch_dtype(op.type.element)))
+        return k.random(op, index, digits(torch_dtype(op.type.element)))
 
     @staticmethod
     def expand(b, op):
@@ -139,4 +143,4 @@ class Random(StepOp):
     @staticmethod
     def roles(op):
         labels, key = LABELS[: op.y.type.rank], LABELS[-1]
-        return Roles((key,), (labels,), whole=labels + key)
+        return Roles((key, "")[: len(op.operands)], (labels,), whole=labels + key)

@@ -1,0 +1,334 @@
+"""Choosing who runs a region: what is wrong is excluded with its reason, what is slower loses, what was measured is kept.
+
+Providers here are made of ATen's own kernels with something done to them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.dialects.loop.provider import registered
+from tests.runtime.runs import adamw, data, fresh
+from wholestep.backends.choose import Choices, difference
+from wholestep.backends.generated import region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Aten, Launcher, Offer, Progress, Provider, Region, copying, op_by_op
+from wholestep.backends.store import DATABASE, Choice, Store
+from wholestep.dialects.step import StepBuilder, tensor_type
+from wholestep.dialects.strides import row_major
+from wholestep.ir import add_function, finish_function, module
+from wholestep.transforms.loops import lowered
+
+CPU = torch.device("cpu")
+
+
+def region(rows: int = 8, build: Any = None, dtype: torch.dtype = torch.float32) -> Region:
+    x = torch.zeros(rows, 4, dtype=dtype)
+    function = add_function(module(), "region", [tensor_type(x), tensor_type(x)])
+    b = StepBuilder(function.regions[0].block)
+    made = (build or (lambda b, x, y: b.mul(b.tanh(x), y)))(b, *function.regions[0].block.arguments)
+    finish_function(function, made if isinstance(made, list) else [made])
+    spec = Spec((rows, 4), row_major((rows, 4)), dtype)
+    return region_of(function, lowered(function), [spec, spec], CPU)
+
+
+class Aped(Provider):
+    """ATen's result, and then whatever a subclass does to it."""
+
+    name = "aped"
+    devices = ("cpu",)
+    built: int = 0
+
+    def claims(self, region: Region) -> str:
+        return ""
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer("one", f"{self.name} {region.key}", made=region)]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        type(self).built += len(offers)
+        return {o.key: self.launcher(o.made) for o in offers}
+
+    def launcher(self, region: Region) -> Launcher | Exception:
+        true, count = copying(op_by_op(region), len(region.operands)), len(region.operands)
+
+        def run(*tensors: torch.Tensor) -> None:
+            true(*tensors[: count + len(region.results)])
+            self.spoil(tensors[count : count + len(region.results)])
+
+        return run
+
+    def spoil(self, results: Sequence[torch.Tensor]) -> None:
+        return
+
+
+def spoiling(what: Callable[[Sequence[torch.Tensor]], object]) -> type[Aped]:
+    class Spoiling(Aped):
+        def spoil(self, results: Sequence[torch.Tensor]) -> None:
+            what(results)
+
+    return Spoiling
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def run(*args: Any, **named: Any) -> Any:
+        raise error
+
+    return run
+
+
+def one_off(results: Sequence[torch.Tensor]) -> None:
+    results[0].view(-1)[3] += 0.5
+
+
+def nothing_written(region: Region) -> Launcher:
+    return lambda *tensors: None
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "one element": (spoiling(one_off), "wrong: result 0"),
+    "all elements a little": (spoiling(lambda r: r[0].mul_(1.01)), "wrong: result 0"),
+    "nan": (spoiling(lambda r: r[0].view(-1)[0].fill_(float("nan"))), "finite at other places"),
+    "crash": (spoiling(raising(RuntimeError("illegal address\nand more"))), "it crashed: RuntimeError: illegal address"),
+    "out of memory": (spoiling(raising(torch.OutOfMemoryError("no 3 GiB"))), "it crashed: OutOfMemoryError: no 3 GiB"),
+    "says nothing": (spoiling(raising(KeyError())), "it crashed: KeyError"),
+    "not written": (type("Lazy", (Aped,), {"launcher": lambda self, r: nothing_written(r)}), "finite at other places"),
+    "build raises": (type("NoBuild", (Aped,), {"build": raising(ValueError("no compiler"))}), "not built: ValueError"),
+    "build fails": (type("Failed", (Aped,), {"launcher": lambda self, r: ValueError("ptxas")}), "not built: ValueError: ptxas"),
+    "build forgets": (type("Forgets", (Aped,), {"build": lambda self, o, report=None: {}}), "not built: RuntimeError: it was not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_way_is_excluded_with_its_reason(how: str) -> None:
+    cls, why = BAD[how]
+    choices = Choices(CPU, [Aten(), cls()])
+    wanted = region()
+    choices.decide([wanted])
+    chosen = choices.known[wanted.key]
+    assert (chosen.provider, chosen.run) == ("aten", None)
+    assert [(t.name, why in t.why) for t in chosen.excluded] == [("aped:one", True)], chosen.excluded
+
+
+@pytest.mark.parametrize("where", ["claims", "offers"])
+def test_a_provider_that_fails_before_it_builds(where: str) -> None:
+    cls = type("Fails", (Aped,), {where: raising(TypeError("unknown op"))})
+    choices = Choices(CPU, [cls(), Aten()])
+    wanted = region()
+    choices.decide([wanted])
+    assert choices.known[wanted.key].provider == "aten"
+    assert choices.refusals == {"aped": {"it failed: TypeError: unknown op": 1}}
+
+
+def test_an_integer_or_boolean_result_that_is_not_written_is_noticed() -> None:
+    """Memory is not filled with what the result happens to be."""
+    cls = type("Lazy", (Aped,), {"launcher": lambda self, r: nothing_written(r)})
+    for build in (lambda b, x, y: b.ge(b.abs(x), 0.0), lambda b, x, y: b.isnan(x), lambda b, x, y: b.all_finite([x, y])):
+        wanted = region(build=build)
+        choices = Choices(CPU, [Aten(), cls()])
+        choices.decide([wanted])
+        assert "elements of result 0 differ" in choices.known[wanted.key].excluded[0].why
+
+
+def test_infinities_are_compared() -> None:
+    x = torch.tensor([1.0, float("inf"), float("nan")])
+    assert difference([x], [x.clone()], False) == ""
+    assert "other infinities" in difference([-x.abs() * torch.tensor([-1.0, 1.0, 1.0])], [x], False)
+    assert "other infinities" in difference([torch.tensor([1.0, float("nan"), float("nan")])], [x], False)
+
+
+def test_sixteen_bits_are_given_their_rounding_and_no_more() -> None:
+    torch.manual_seed(0)
+    true = torch.randn(1000)
+    assert difference([true.bfloat16()], [true], True) == ""
+    assert difference([true.bfloat16()], [true], False) != ""
+    assert difference([true * 1.1], [true], True) != ""
+
+
+def test_a_right_way_that_is_slower_loses() -> None:
+    slow = spoiling(lambda r: time.sleep(2e-3))
+    quick = type("Quick", (Aped,), {"name": "quick", "launcher": quick_tanh})
+    wanted = region(rows=4096)
+    choices = Choices(CPU, [Aten(), slow(), quick()])
+    choices.decide([wanted])
+    chosen = choices.known[wanted.key]
+    assert chosen.provider != "aped" and not chosen.excluded
+    assert chosen.seconds < 2e-3
+    alone = Choices(CPU, [slow(), quick()])
+    alone.decide([wanted])
+    assert alone.known[wanted.key].provider == "quick"
+
+
+def quick_tanh(self: Aped, region: Region) -> Launcher:
+    def run(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mul(torch.tanh(x), y, out=out)
+
+    return run
+
+
+class Sole(Aped):
+    """The only provider beside ATen, and quicker than it: ATen is made slow in the tests below."""
+
+    name = "sole"
+
+
+class SlowAten(Aten):
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found = super().build(offers, report)
+
+        def slow(run: Any) -> Launcher:
+            return lambda *tensors: (time.sleep(2e-3), run(*tensors))[0]
+
+        return {key: slow(run) for key, run in found.items()}
+
+
+@pytest.fixture
+def timings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts what is timed."""
+    seen: list[int] = []
+    real = Choices.time
+
+    def counted(self: Choices, call: Any) -> float:
+        seen.append(1)
+        return real(self, call)
+
+    monkeypatch.setattr(Choices, "time", counted)
+    return seen
+
+
+def test_a_choice_is_kept_and_used_without_timing(tmp_path: Path, timings: list[int]) -> None:
+    wanted, store = region(), Store("machine", tmp_path)
+    first = Choices(CPU, [SlowAten(), Sole()], store)
+    first.decide([wanted])
+    assert first.known[wanted.key].provider == "sole" and len(timings) == 2
+    again = Choices(CPU, [SlowAten(), Sole()], Store("machine", tmp_path))
+    again.decide([region()])
+    assert again.known[wanted.key].provider == "sole" and again.known[wanted.key].run is not None
+    assert len(timings) == 2
+    others = Choices(CPU, [SlowAten(), Sole(), Aped()], Store("machine", tmp_path))  # other competitors: anew
+    others.decide([region()])
+    assert len(timings) == 5
+    elsewhere = Choices(CPU, [SlowAten(), Sole()], Store("another machine", tmp_path))
+    elsewhere.decide([region()])
+    assert len(timings) == 7
+    larger = region(rows=9)
+    again.decide([larger])
+    assert len(timings) == 9 and larger.key != wanted.key
+
+
+def test_a_winner_that_is_gone_is_measured_again(tmp_path: Path, timings: list[int]) -> None:
+    wanted, store = region(), Store("machine", tmp_path)
+    choices = Choices(CPU, [SlowAten(), Sole()], store)
+    store.put(choices.store_key(wanted.key), Choice("sole:some older way", 1e-6, []))
+    choices.decide([wanted])
+    assert len(timings) == 2 and choices.known[wanted.key].offer == "one"
+    assert store.get(choices.store_key(wanted.key)).winner == "sole:one"
+
+
+def test_a_winner_that_cannot_be_built_any_more_is_replaced(tmp_path: Path, timings: list[int]) -> None:
+    wanted, store = region(), Store("machine", tmp_path)
+    broken = type("Broken", (Sole,), {"launcher": lambda self, r: ValueError("the compiler is gone")})
+    other = type("Other", (Aped,), {"name": "other"})
+    choices = Choices(CPU, [SlowAten(), broken(), other()], store)
+    store.put(choices.store_key(wanted.key), Choice("sole:one", 1e-6, []))
+    choices.decide([wanted])
+    chosen = choices.known[wanted.key]
+    assert chosen.provider == "other" and "compiler is gone" in chosen.excluded[0].why
+
+
+def test_a_damaged_row_is_measured_again(tmp_path: Path, timings: list[int]) -> None:
+    wanted, store = region(), Store("machine", tmp_path)
+    Choices(CPU, [SlowAten(), Sole()], store).decide([wanted])
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
+        columns = [c[1] for c in database.execute("PRAGMA table_info(choices)")]
+        text = next(c for c in columns if c in ("choice", "value", "data", "json"))
+        assert database.execute(f"UPDATE choices SET {text} = 'not json'").rowcount == 1
+    again = Choices(CPU, [SlowAten(), Sole()], Store("machine", tmp_path))
+    again.decide([wanted])
+    assert len(timings) == 4 and again.known[wanted.key].provider == "sole"
+
+
+def test_without_measuring_the_first_generated_way_is_taken(timings: list[int]) -> None:
+    wanted = region()
+    choices = Choices(CPU, [Aten(), Sole()], measure=False)
+    choices.decide([wanted])
+    assert choices.known[wanted.key].provider == "sole" and not timings
+
+
+def test_equal_regions_are_decided_once() -> None:
+    Sole.built = 0
+    choices = Choices(CPU, [SlowAten(), Sole()])
+    choices.decide([region(), region()])
+    choices.decide([region()])
+    assert Sole.built == 1
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+
+
+def losses(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], ws.TrainStep]:
+    model = fresh(net)
+    batch = (data(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
+    step = ws.compile(model, nn.functional.cross_entropy, adamw(model), batch, **options)
+    return [float(step(*batch)) for _ in range(3)], dict(model.state_dict()), step
+
+
+@pytest.mark.parametrize("how", ["one element", "crash", "out of memory", "build raises", "not written"])
+def test_a_step_with_a_bad_provider_is_right(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    true, state, _ = losses(providers=["aten"])
+    with registered(BAD[how][0]):
+        found, own, step = losses(providers=["aten", "aped"])
+    assert {launch.provider for launch in step.plan().launches} <= {"aten", "choose", "copy", "host", "view", ""}
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+    for name, tensor in state.items():
+        torch.testing.assert_close(own[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+TUNE = """
+import sys, torch
+sys.path.insert(0, {root!r})
+torch.set_num_threads(1)
+from torch import nn
+import wholestep as ws
+from tests.backends.test_choose import losses
+from tests.dialects.loop.provider import LoopReference, registered
+with registered(LoopReference):
+    found, _, step = losses(providers=["aten", "loops"])
+print([round(x, 4) for x in found])
+"""
+
+
+def test_two_processes_tune_the_same_model_at_once(tmp_path: Path) -> None:
+    import os
+
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "WHOLESTEP_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TUNE.format(root=root)]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in running]
+    assert [p.returncode for p in running] == [0, 0], said
+    true = [round(x, 4) for x in losses(providers=["aten"])[0]]
+    assert [out.strip() for out, _ in said] == [str(true)] * 2
+    assert all("Traceback" not in err for _, err in said)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
+        assert database.execute("SELECT count(*) FROM choices").fetchone()[0] > 0

@@ -1,0 +1,201 @@
+"""Depthwise convolutions as a template of the provider `triton`: who is taken, how results lie, and whole steps.
+
+Triton reads TRITON_INTERPRET once, when it is imported, so kernels run in a child process that answers with JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wholestep.backends import depthwise
+from wholestep.backends.choose import empty
+from wholestep.backends.generated import kernel_of, region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Region, Triton, neutral_inputs, op_by_op, register_provider
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.strides import row_major
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.core import Op
+from wholestep.ir.types import BF16, F32, F64, ScalarType, TensorType
+
+pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PARTS = ("conv", "conv_input_grad", "conv_weight_grad")
+IMAGE, WEIGHT = (2, 8, 7, 5), (8, 1, 3, 3)
+
+
+def body(
+    part: str, element: ScalarType = F32, image=IMAGE, weight=WEIGHT, stride=2, padding=1, groups=8, dilation=1, bias=0
+) -> Op:
+    """A function of one convolution or gradient."""
+    window: dict[str, Any] = dict(stride=(stride,) * 2, padding=(padding,) * 2, dilation=(dilation,) * 2, groups=groups)
+    size = [
+        (n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k in zip(image[2:], weight[2:], strict=True)
+    ]
+    output = (image[0], weight[0], *size)
+    shapes = {"conv": [image, weight] + [(weight[0],)] * bias, "conv_input_grad": [output, weight]}
+    shapes["conv_weight_grad"] = [image, output]
+    function = add_function(module(), "f", [TensorType(s, element) for s in shapes[part]])
+    block = function.regions[0].block
+    b, more = StepBuilder(block, phase="forward"), {}
+    if part != "conv":
+        more = {"input_shape": image} if part == "conv_input_grad" else {"weight_shape": weight}
+    return finish_function(function, [getattr(b, part)(*block.arguments, **window, **more)])
+
+
+def op_of(function: Op) -> Op:
+    return next(iter(function.regions[0].block))
+
+
+def region(function: Op, channels_last: bool = True) -> Region:
+    """A region on images that lie in one way or the other."""
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[op_of(function).operands[0].type.element.text]
+    specs = []
+    for argument in function.regions[0].block.arguments:
+        shape = argument.type.shape
+        specs.append(Spec(shape, depthwise.last(shape) if channels_last else row_major(shape), dtype))
+    return region_of(function, None, specs, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_depthwise_convolutions_are_regions_of_their_own(part: str) -> None:
+    for element in (F32, BF16):
+        assert Triton().takes(op_of(body(part, element)))
+    others: list[dict[str, Any]] = [
+        {"element": F64},
+        {"groups": 1, "weight": (8, 8, 3, 3)},
+        {"groups": 4, "weight": (8, 2, 3, 3)},
+        {"dilation": 2, "padding": 2},
+        {"weight": (16, 1, 3, 3)},  # two outputs per channel
+    ]
+    for other in others + [{"bias": 1}] * (part == "conv"):
+        assert not Triton().takes(op_of(body(part, **other))), other
+
+
+def test_other_ops_are_left_to_fusion() -> None:
+    function = add_function(module(), "f", [TensorType(IMAGE, F32)])
+    block = function.regions[0].block
+    finish_function(function, [StepBuilder(block, phase="forward").relu(block.arguments[0])])
+    assert not Triton().takes(op_of(function))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_results_lie_channels_last_and_other_layouts_are_refused(part: str) -> None:
+    """Also where the result has another size than every operand."""
+    found = region(body(part))
+    (result,) = found.results
+    made = torch.empty_strided(result.shape, result.strides)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert Triton().claims(found) == ""
+    assert "not channels-last" in Triton().claims(region(body(part), channels_last=False))
+    offers = Triton().offers(found)
+    assert 2 <= len(offers) <= depthwise.OFFERS and len({o.key for o in offers}) == len({o.name for o in offers})
+    assert [len(o.scratch) for o in offers] == [int(part == "conv_weight_grad")] * len(offers)
+    kernel = kernel_of(found, None)
+    assert kernel.over == [frozenset()]  # a window reads what another has written
+
+
+def test_a_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    offers = Triton().offers(region(body("conv", BF16)))[-1:]
+    assert depthwise.compile_for(offers, 90) == {}
+    assert len(list((tmp_path / "triton" / "wholestep").glob("*.json"))) == 1
+    wrong = offers[0].made.functions[0]
+    monkeypatch.setattr(
+        type(wrong), "source", property(lambda f: "@triton.jit\ndef main(p0, p1, p2):\n    missing(p0)\n")
+    )
+    (refusal,) = depthwise.compile_for(offers, 90).values()
+    assert "missing" in str(refusal)
+
+
+# ---- in Triton's interpreter -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False)
+        self.second = nn.Conv2d(6, 6, 3, 2, 1, groups=6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def child() -> None:
+    """Every offer of every part against ATen, then a step with the first offers."""
+    import wholestep as ws
+
+    class Interpreted(Triton):
+        name, devices = "interpreted", ("cpu",)
+
+    register_provider(Interpreted)
+    answer: dict[str, Any] = {"errors": {}}
+    for part in PARTS:
+        found, provider = region(body(part)), Interpreted()
+        offers = provider.offers(found)
+        inputs = neutral_inputs(found, False)
+        (wanted,) = op_by_op(found)(*inputs)
+        for key, run in provider.build(offers).items():
+            (offer,) = [o for o in offers if o.key == key]
+            result, *scratch = [empty(s, found.device).fill_(float("nan")) for s in (*found.results, *offer.scratch)]
+            assert not isinstance(run, Exception)
+            run(*inputs, result, *scratch)
+            answer["errors"][f"{part} {offer.name}"] = float((result - wanted).abs().max() / wanted.abs().max())
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 5, 4).contiguous(memory_format=torch.channels_last)
+    losses, models = [], []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = Net().to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if compiled:
+            step = ws.compile(
+                model, lambda m, x: m(x).square().mean(), optimizer, (x,), providers=["aten", "interpreted"], tune=False
+            )
+            losses.append([float(step(x)) for _ in range(2)])
+            names = [c.offer for c in step.choices.known.values() if c.provider == "interpreted"]
+            answer["used"] = sum(n.startswith("depthwise") for n in names)
+        else:
+            losses.append([])
+            for _ in range(2):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[0].append(float(loss))
+        models.append(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    answer["losses"] = losses
+    answer["worst"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+    print(json.dumps(answer))
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory) -> dict[str, Any]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    environment["WHOLESTEP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    call = [sys.executable, "-c", "from tests.backends.test_depthwise_provider import child; child()"]
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_offer_gives_what_aten_gives(answer: dict[str, Any]) -> None:
+    assert len(answer["errors"]) >= 3 * 2
+    assert max(answer["errors"].values()) < 1e-5, answer["errors"]
+
+
+def test_a_step_runs_its_depthwise_convolutions_and_learns_as_eager_does(answer: dict[str, Any]) -> None:
+    assert answer["used"] == 5  # two forward, two kernels' gradients, one input's: the batch needs none
+    assert answer["losses"][1] == pytest.approx(answer["losses"][0], rel=1e-5)
+    assert answer["worst"] < 1e-5

@@ -1,0 +1,151 @@
+"""What became of fusion in a planned step: the recipe of its kernels, what was refused, and why two ops are not one.
+
+The answers come from the record that `transforms/fuse.py` keeps (`Fusion`) and from who runs what in the plan.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from ..ir.core import Op
+from ..plan.planner import Planned
+from ..transforms.fuse import Fusion
+from ..transforms.fusion_wishes import PREFIX, fits
+from ..transforms.opportunity import Change, Opportunity
+
+NOTHING = "nothing is fused in this step: only ATen may run it; see providers= and level="
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Ops that were joined, and what runs them: a launch of the plan, or nobody but ATen, op by op."""
+
+    sites: list[str]
+    launch: int = -1
+    function: str = ""
+    provider: str = "aten"
+
+
+def parts_of(planned: Planned | None) -> Iterator[tuple[Planned, Fusion]]:
+    """A planned function and those it runs per micro-batch, as far as something was fused in them."""
+    if planned is not None:
+        if planned.fusion is not None:
+            yield planned, planned.fusion
+        for body in planned.bodies:
+            yield from parts_of(body)
+
+
+def kernels_of(planned: Planned | None) -> list[Kernel]:
+    """All that was joined, in the order of the program."""
+    found = []
+    for part, fusion in parts_of(planned):
+        number = {op: i for i, op in enumerate(part.function.regions[0].block)}
+        launches = {launch.op: i for i, launch in enumerate(part.plan.launches) if launch.op >= 0}
+        for op, sites in fusion.kernels:
+            at = launches.get(number.get(op, -1), -1)
+            run = Kernel(sites, at, part.plan.function, part.plan.launches[at].provider)
+            found.append(run if at >= 0 else Kernel(sites))
+    return found
+
+
+def recipe_of(planned: Planned | None) -> list[str]:
+    """A line per kernel that is run as one."""
+    return [PREFIX + " + ".join(k.sites) for k in kernels_of(planned) if k.launch >= 0]
+
+
+def refused(planned: Planned | None) -> list[Opportunity]:
+    """Neighbours that are not one kernel, the most bytes first."""
+    found = []
+    for part, fusion in parts_of(planned):
+        home = {site: i for i, kernel in enumerate(kernels_of(part)) for site in kernel.sites}
+        for (producer, consumer), why in fusion.refusals.items():
+            if home.get(producer, -1) != home.get(consumer, -2):
+                change = Change(bytes=-fusion.gains[producer, consumer])
+                found.append(Opportunity("fuse", f"{consumer} <- {producer}", change, why))
+    return sorted(found, key=lambda o: o.change.bytes)
+
+
+def why_not(planned: Planned | None, a: str, b: str) -> str:
+    """One sentence: two ops are one kernel and who runs it, or why not. a, b: sites, or patterns of them."""
+    parts = list(parts_of(planned))
+    if not parts:
+        return NOTHING
+    known = [site for _, fusion in parts for site in fusion.reads]
+    first, second = matching(a, known), matching(b, known)
+    if len(first | second) == 1:
+        raise InputError(f"{a!r} and {b!r} are the same op; name two")
+    return (
+        in_one_kernel(kernels_of(planned), first, second)
+        or refusal(parts, first, second)
+        or next((s for _, fusion in parts if (s := neighbours(fusion, first, second))), "")
+        or f"{pair(first, second)} are no neighbours: neither reads what the other makes"
+    )
+
+
+def matching(pattern: str, sites: Sequence[str]) -> set[str]:
+    found = {site for site in sites if fits(site, pattern)}
+    if not found:
+        by_end = {site.rpartition("/")[2]: site for site in reversed(sites)}
+        near = difflib.get_close_matches(pattern, sites, 3)
+        ends = difflib.get_close_matches(pattern.rpartition("/")[2].strip("*"), by_end, 3)
+        near += [by_end[end] for end in ends if not near]
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise InputError(f"{pattern!r} fits no op of the step{hint}; step.recipe and step.opportunities() name them")
+    return found
+
+
+def pair(first: set[str], second: set[str]) -> str:
+    """Two ops to speak of, one that each pattern fits."""
+    one = min(first)
+    return f"{one} and {min(second - {one})}" if second - {one} else f"{min(first - second)} and {min(second)}"
+
+
+def in_one_kernel(kernels: Sequence[Kernel], first: set[str], second: set[str]) -> str:
+    for kernel in sorted(kernels, key=lambda k: k.launch < 0):
+        ours, theirs = first & set(kernel.sites), second & set(kernel.sites)
+        if ours and theirs and len(ours | theirs) > 1:
+            both = pair(ours, theirs)
+            if kernel.launch < 0:
+                return f"{both} could be one kernel, but ATen runs their ops one by one: nobody else does it faster"
+            where = f"launch {kernel.launch} of {kernel.function}"
+            return f"{both} are one kernel of {len(kernel.sites)} ops, {where}, run by {kernel.provider}"
+    return ""
+
+
+def refusal(parts: Sequence[tuple[Planned, Fusion]], first: set[str], second: set[str]) -> str:
+    for _, fusion in parts:
+        for (producer, consumer), why in fusion.refusals.items():
+            if (producer in first and consumer in second) or (producer in second and consumer in first):
+                return f"{producer} and {consumer} are not one kernel: {why}"
+    return ""
+
+
+def neighbours(fusion: Fusion, first: set[str], second: set[str]) -> str:
+    """Of two ops one of which reads from the other: which of them is no part of a kernel."""
+    for consumer, producers in fusion.reads.items():
+        for producer in producers:
+            if (producer in first and consumer in second) or (producer in second and consumer in first):
+                for site in (producer, consumer):
+                    if site in fusion.apart:
+                        return f"{producer} and {consumer} are not one kernel: {fusion.apart[site]} ({site})"
+                why = (
+                    "the recipe has them apart" if fusion.replayed else "they are in different parts of a long program"
+                )
+                return f"{producer} and {consumer} are not one kernel: {why}"
+    return ""
+
+
+def loop_form(step: Any, site: str) -> Op:
+    """The kernel that an op of a `TrainStep` became part of, in the loop dialect. site: a site or a pattern."""
+    parts = list(parts_of(step._compiled.planned))
+    wanted = matching(site, [name for _, fusion in parts for name in fusion.reads])
+    for _, fusion in parts:
+        for op, sites in fusion.kernels:
+            body = fusion.bodies.get(op.callee.name)
+            if wanted.intersection(sites) and body is not None and body.kernel is not None:
+                return body.kernel
+    raise InputError(f"{min(wanted)} is part of no kernel that has a loop form")

@@ -1,0 +1,295 @@
+"""Horizontal batches: regions that do the same to different tensors become one launch, such as all updates of a step.
+
+A batch is a region whose body calls the regions it is made of, so that it can be taken apart again. Gradients wait for
+the others of their batch: it is closed before they are too many, or would be there when the step needs most memory.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..dialects.step.control import root_of
+from ..dialects.step.fused import Fused
+from ..ir.attributes import Symbol, attribute_text
+from ..ir.builtin import add_function, finish_function, functions, lookup
+from ..ir.core import Builder, Location, Op, Value
+from .fuse import Fusion
+from .regions import base, is_view
+
+#: phases whose kernels are batched: nothing but the end of the step waits for them
+PHASES = ("clip", "update")
+#: bytes of gradients that may wait for others of their batch
+WAIT = 32 << 20
+#: how much of the peak may be added where the peak is
+SLACK = 0.001
+#: bytes that one launch moves at most: launching costs nothing beside more than that
+LARGEST = 1 << 30
+
+
+@dataclass(slots=True)
+class Batches:
+    """What was batched: per symbol of a batch the symbols of its parts, and the sites of their ops."""
+
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    sites: dict[str, list[list[str]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Member:
+    """A region that could be part of a batch."""
+
+    op: Op
+    position: int
+    #: the op it has to wait for
+    ready: int
+    #: before which op its results must be there
+    due: int
+    #: bytes of gradients that it is the one to read
+    waits: int
+    moved: int
+    tensors: set[Value]
+
+
+@dataclass(slots=True)
+class Open:
+    """A batch that more may join."""
+
+    members: list[Member] = field(default_factory=list)
+    last: int = -1
+    due: int = 1 << 60
+    waits: int = 0
+    moved: int = 0
+    tensors: set[Value] = field(default_factory=set)
+
+    def fits(self, member: Member) -> bool:
+        """Whether a region may join: nobody needs a result before all can run, and no tensor is touched twice."""
+        if max(self.last, member.position) >= min(self.due, member.due) or self.moved + member.moved > LARGEST:
+            return False
+        return self.tensors.isdisjoint(member.tensors)
+
+    def add(self, member: Member) -> None:
+        self.members.append(member)
+        self.last, self.due = max(self.last, member.position), min(self.due, member.due)
+        self.waits += member.waits
+        self.moved += member.moved
+        self.tensors |= member.tensors
+
+
+def batch(function: Op, fusion: Fusion, wait: int | None = WAIT, forbid: Sequence[str] = ()) -> Batches:
+    """Joins regions of a fused function, in place. wait: bytes of gradients that may be kept waiting; None for any.
+
+    forbid: patterns of fusions that must not be done; "fuse batch" is all that is done here.
+    """
+    unwanted = [p for p in forbid if fnmatch.fnmatchcase("fuse batch", p)]
+    fusion.forbidden.update(unwanted)
+    return Batches() if unwanted else Batcher(function, fusion, wait).run()
+
+
+class Batcher:
+    """The batches of one function."""
+
+    def __init__(self, function: Op, fusion: Fusion, wait: int | None):
+        self.function, self.fusion, self.wait = function, fusion, wait
+        self.block = function.regions[0].block
+        self.root = root_of(function)
+        self.position = {op: i for i, op in enumerate(self.block)}
+        self.found = Batches()
+
+    def run(self) -> Batches:
+        kinds: dict[str, str] = {}
+        members: list[tuple[str, Member]] = []
+        early = self.earliest()
+        for op in self.block:
+            if op.definition is not Fused or op.phase not in PHASES:
+                continue
+            name = op.callee.name
+            if name not in kinds:
+                kinds[name] = work(lookup(self.root, op.callee))
+            if kinds[name]:
+                members.append((kinds[name], self.member(op, early[op])))
+        self.used = {f.attributes["sym_name"] for f in functions(self.root)}
+        for group in self.groups(sorted(members, key=lambda m: m[1].ready)):
+            if len(group.members) > 1:
+                self.emit(sorted(group.members, key=lambda m: m.position))
+        return self.found
+
+    # ---- what can be batched -----------------------------------------------------------------------------------------
+
+    def earliest(self) -> dict[Op, int]:
+        """The position of the last op that each must wait for, if all that ends the step runs as soon as it can."""
+        found: dict[Op, int] = {}
+        for op in self.block:
+            behind = max((found[v.op] for v in op.operands if v.op is not None), default=-1)
+            late = op.phase in PHASES or is_view(op) or not op.operands
+            found[op] = behind if late else self.position[op]
+        return found
+
+    def member(self, op: Op, ready: int) -> Member:
+        large = {base(v) for v in op.operands if v.type.size > 1}
+        waits = sum(v.type.bytes for v in large if v.op is not None and v.op.phase not in PHASES)
+        moved = sum(v.type.bytes for v in (*op.operands, *op.results))
+        return Member(op, self.position[op], ready, self.due(op), waits, moved, large)
+
+    def due(self, op: Op) -> int:
+        """The first op that reads a result, or a view of one."""
+        found = len(self.position)
+        for user in {u for r in op.results for u in r.uses}:
+            found = min(found, self.due(user) if is_view(user) else self.position[user])
+        return found
+
+    # ---- which are one batch -----------------------------------------------------------------------------------------
+
+    def groups(self, members: list[tuple[str, Member]]) -> list[Open]:
+        """Regions of one kind together, in the order in which they can run."""
+        live = self.live() if self.wait is not None and members else np.zeros(1)
+        opened: dict[str, Open] = {}
+        closed: list[Open] = []
+        for kind, member in members:
+            while opened:
+                waiting = [m for o in opened.values() for m in o.members if m.ready < member.ready]
+                if self.may_wait(waiting, member.ready, live):
+                    break
+                largest = max(opened, key=lambda k: opened[k].waits)
+                closed.append(opened.pop(largest))
+            if kind in opened and not opened[kind].fits(member):
+                closed.append(opened.pop(kind))
+            opened.setdefault(kind, Open()).add(member)
+        return [*closed, *opened.values()]
+
+    def may_wait(self, waiting: list[Member], until: int, live: np.ndarray) -> bool:
+        """Whether gradients may be kept until an op has run: they are few, and the step's peak does not rise."""
+        waiting = [m for m in waiting if m.waits]
+        if self.wait is None or not waiting:
+            return True
+        if sum(m.waits for m in waiting) > self.wait:
+            return False
+        since = min(m.ready for m in waiting)
+        kept = np.zeros(until + 1 - since, np.int64)
+        for member in waiting:
+            kept[member.ready - since :] += member.waits
+        return bool((live[since : until + 1] + kept).max() <= live.max() * (1 + SLACK))
+
+    def live(self) -> np.ndarray:
+        """Bytes of values that are there at each op, if no gradient waits for its update."""
+        change = np.zeros(len(self.position) + 1, np.int64)
+        for op in self.block:
+            if is_view(op) or op.phase in PHASES or not op.operands:
+                continue
+            for value in op.results:
+                start = self.position[op]
+                change[start] += value.type.bytes
+                change[self.last_read(value, start) + 1] -= value.type.bytes
+        return np.cumsum(change)
+
+    def last_read(self, value: Value, start: int) -> int:
+        last = start
+        for user in value.uses:
+            if is_view(user):
+                last = max(last, self.last_read(user.results[0], start))
+            elif user.phase not in PHASES:
+                last = max(last, min(self.position[user], len(self.position) - 1))
+        return last
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def emit(self, members: list[Member]) -> None:
+        """One op in place of the last of its parts."""
+        ops = [m.op for m in members]
+        name = next(n for i in range(len(self.used) + 1) if (n := f"batch_{i}") not in self.used)
+        self.used.add(name)
+        body = add_function(self.root, name, [v.type for op in ops for v in op.operands])
+        arguments = iter(body.regions[0].block.arguments)
+        results: list[Value] = []
+        for op in ops:
+            call = op.clone()
+            call.set_operands([next(arguments) for _ in op.operands])
+            body.regions[0].block.append(call)
+            results += call.results
+        finish_function(body, results)
+        last = ops[-1]
+        builder = Builder(self.block, last, Location(common([op.loc.layer for op in ops])), last.phase)
+        operands = [v for op in ops for v in op.operands]
+        made = builder.create(Fused, operands, [r.type for r in results], {"callee": Symbol(name)})
+        for old, new in zip([r for op in ops for r in op.results], made.results, strict=True):
+            old.replace_by(new)
+        self.lower_views(made, last)
+        self.found.parts[name] = [op.callee.name for op in ops]
+        sites = dict(self.fusion.kernels)
+        self.found.sites[name] = [sites.get(op, []) for op in ops]
+        gone = set(ops)
+        self.fusion.kernels = [(made if op in gone else op, names) for op, names in self.fusion.kernels]
+        for op in ops:
+            op.erase()
+
+    def lower_views(self, made: Op, last: Op) -> None:
+        """Views of what a batch makes come after it."""
+        for user in sorted({u for r in made.results for u in r.uses if is_view(u)}, key=self.position.__getitem__):
+            if self.position[user] < self.position[last]:
+                user.detach()
+                self.block.insert_before(user, last)
+                self.lower_views(user, last)
+
+
+def work(body: Op) -> str:
+    """What a region does at each point, whatever its size: equal for regions that can be one batch.
+
+    Empty where not all its tensors are one size or single numbers, or some are looked at in another way.
+    """
+    block = body.regions[0].block
+    values = [*block.arguments, *(r for op in block for r in op.results)]
+    if len({v.type.shape for v in values if v.type.size > 1}) != 1:
+        return ""
+    number = {v: i for i, v in enumerate(values)}
+
+    def known(value: Value) -> str:
+        return f"{number[value]}{'*' if value.type.size > 1 else value.type.rank}{value.type.element}"
+
+    lines = [" ".join(map(known, block.arguments))]
+    for op in block:
+        attributes = {k: v for k, v in op.attributes.items() if k != "phase"}
+        if is_view(op):
+            return ""
+        if "dims" in attributes:
+            (operand,) = op.operands
+            if sorted(attributes.pop("dims")) != list(range(operand.type.rank)):
+                return ""
+        text = ";".join(f"{k}={attribute_text(attributes[k])}" for k in sorted(attributes))
+        lines.append(f"{op.name}({' '.join(map(known, op.operands))}){text}:{' '.join(map(known, op.results))}")
+    return "\n".join(lines)
+
+
+def common(layers: list[str]) -> str:
+    """The layer that all of some layers are in."""
+    shared: list[str] = []
+    for names in zip(*(layer.split(".") for layer in layers), strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
+
+
+def unbatch(function: Op, fusion: Fusion, batches: Batches, wanted: Callable[[Op], bool]) -> int:
+    """Puts the regions of batches back in place of them; returns how many batches went."""
+    root, block, count = root_of(function), function.regions[0].block, 0
+    for op in [o for o in block if o.definition is Fused and o.callee.name in batches.parts and wanted(o)]:
+        body = lookup(root, op.callee).regions[0].block
+        mapping = dict(zip(body.arguments, op.operands, strict=True))
+        calls = []
+        for inner in body:
+            if inner.definition.terminator:
+                for old, new in zip(op.results, inner.operands, strict=True):
+                    old.replace_by(mapping[new])
+                break
+            copy = inner.clone(mapping)
+            block.insert_before(copy, op)
+            mapping.update(zip(inner.results, copy.results, strict=True))
+            calls.append(copy)
+        fusion.kernels = [k for k in fusion.kernels if k[0] is not op]
+        fusion.kernels += zip(calls, batches.sites[op.callee.name], strict=True)
+        op.erase()
+        count += 1
+    return count

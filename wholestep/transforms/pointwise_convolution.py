@@ -1,0 +1,122 @@
+"""`pointwise_convolution`: 1x1 convolutions of channels-last images, and their gradients, as matrix products.
+
+Each pixel is a row of channels there, so nothing moves: the images are looked at as [N, H, W, C]. The library's product
+writes where it is told, which its convolutions do not, and kernels around it may be part of it. Sums are in another
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dialects.step import StepBuilder
+from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
+from ..dialects.step.layout import Layout
+from ..ir.builtin import functions
+from ..ir.core import Op, Value
+from .layout import channels_last, differ, follows, is_wide
+from .opportunity import Change, Opportunity, Transformation, matches, register_transformation, site_names, sites
+
+
+@register_transformation
+class PointwiseConvolution(Transformation):
+    """Level 1: one convolution, or one gradient of one."""
+
+    name = "pointwise_convolution"
+    level = 1
+
+    def find(self, module: Op) -> list[Opportunity]:
+        found: list[Opportunity] = []
+        names = site_names(module)
+        for function in functions(module):
+            pointwise = [op for op in function.regions[0].block if is_wide(op) and set(taps(op)) == {1}]
+            last = lie_channels_last(function) if pointwise else set()
+            for op in pointwise:
+                reason = why_not(op, last)
+                change = Change() if reason else Change(bytes=-2 * op.result.type.bytes)  # the copy of the result
+                found.append(Opportunity(self.name, names[op], change, reason))
+        return found
+
+    def apply(self, op: Op) -> None:
+        assert op.parent is not None
+        b = StepBuilder(op.parent, op, op.loc, op.phase)
+        rank = op.operands[0].type.rank
+        pixels = "nhwd"[: rank - 1]
+        back = (0, rank - 1, *range(1, rank - 1))
+
+        def rows(image: Value) -> Value:
+            return b.transpose(image, order=channels_last(rank))
+
+        if op.definition is Conv:
+            y = b.contract(rows(op.x), matrix(b, op.w), op.bias, spec=f"{pixels}c,oc->{pixels}o")
+        elif op.definition is ConvInputGrad:
+            y = b.contract(rows(op.dy), matrix(b, op.w), spec=f"{pixels}o,oc->{pixels}c")
+        else:
+            y = b.contract(rows(op.dy), rows(op.x), spec=f"{pixels}o,{pixels}c->oc")
+        weight = op.definition is ConvWeightGrad
+        op.result.replace_by(b.reshape(y, shape=op.weight_shape) if weight else b.transpose(y, order=back))
+        op.erase()
+
+
+def taps(op: Op) -> tuple[int, ...]:
+    """The size of the window."""
+    shape = op.weight_shape if op.definition is ConvWeightGrad else op.w.type.shape
+    return tuple(shape[2:])
+
+
+def matrix(b: StepBuilder, w: Value) -> Value:
+    """A kernel of one tap as [C_out, C_in]."""
+    return b.reshape(w, shape=w.type.shape[:2])
+
+
+def why_not(op: Op, last: set[Value]) -> str:
+    if op.transposed or op.groups > 1:
+        return "it is transposed" if op.transposed else f"its channels are in {op.groups} groups"
+    if any(n != 1 for n in op.stride) or any(op.padding):
+        return "it skips pixels or pads them; a product has a row for each"
+    if op.operands[0].type.element.text not in ("bf16", "f16"):
+        return "only in 16 bits is the product of the libraries as fast as their convolution"
+    images = op.operands if op.definition is ConvWeightGrad else op.operands[:1]
+    if not all(v in last or one_pixel(v) for v in images):
+        return "its images are not channels-last: they would have to be copied"
+    return ""
+
+
+def one_pixel(image: Value) -> bool:
+    """Whether an image lies the same in both layouts."""
+    rank = image.type.rank
+    return not differ(image.type.shape, tuple(range(rank)), channels_last(rank))
+
+
+def lie_channels_last(function: Op) -> set[Value]:
+    """Images that lie channels-last because a `step.layout` says so, or because their maker writes as it reads.
+
+    A guess for the sake of copies; results are the same where it is wrong.
+    """
+    found: set[Value] = set()
+    for op in function.regions[0].block:
+        if op.definition.terminator or not op.operands:
+            continue
+        if op.definition is Layout:
+            last = op.order == channels_last(op.result.type.rank)
+        else:
+            last = any(v in found for v in op.operands) and follows(op, widest(op))
+        if last:
+            found.update(r for r in op.results if r.type.rank >= 4)
+    return found
+
+
+def widest(op: Op) -> int:
+    return max(v.type.rank for v in op.operands)
+
+
+def take_products(module: Op, forbid: Sequence[str] = ()) -> list[str]:
+    """Applies every opportunity that is possible and not forbidden; gives their keys.
+
+    The last comes first: what an op is called does not change with what comes after it.
+    """
+    how, places = PointwiseConvolution(), sites(module)
+    wanted = [o for o in reversed(how.find(module)) if not o.why_not and not matches(o, forbid)]
+    for opportunity in wanted:
+        how.apply(places[opportunity.site])
+    return [o.key for o in wanted]
