@@ -26,6 +26,7 @@ from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
 from .plan.planner import Planned, planned_function
 from .runtime.batches import first_micro_batch, flattened
+from .runtime.fusions import parts_of
 from .runtime.report import machine_of
 from .runtime.saved import read_step, reading
 from .runtime.static import StaticStep, check_fits
@@ -37,6 +38,7 @@ from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
 from .transforms import casts, kept, layout, masks, offload, recompute, regenerate  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
+from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
 from .transforms.opportunity import do_nothing, transform, whatever
 from .transforms.pointwise_convolution import take_products
@@ -176,16 +178,16 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     recipe = transform(
         program.module,
         policy,
-        recipe=options.recipe,
-        force=options.force,
-        forbid=[p for p in options.forbid if not p.startswith("fuse ")],
+        recipe=not_fused(options.recipe),
+        force=not_fused(options.force),
+        forbid=not_fused(options.forbid),
         levels=range(1, options.level + 1),
     )
     if policy is not do_nothing and not options.recipe:  # (all at once: there are a hundred of them)
-        recipe += take_products(program.module, [p for p in options.forbid if not p.startswith("fuse ")])
+        recipe += take_products(program.module, not_fused(options.forbid))
     fuses = choices_of(step, device) is not None
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
-        recipe += kept.cut(program.module, [p for p in options.forbid if not p.startswith("fuse ")])
+        recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
@@ -229,10 +231,10 @@ def executable_of(
     refuse_overlap(program, step)
 
     choices = choices_of(step, device)
-    forbid = [p for p in step.options.forbid if p.startswith("fuse ")]
+    wishes = Wishes.among(step.options.recipe, step.options.force, step.options.forbid)
 
     def plan_for(strides: list[Any]) -> Planned:
-        return planned_function(program.function, device, numbers, strides, choices=choices, forbid=forbid)
+        return planned_function(program.function, device, numbers, strides, choices=choices, wishes=wishes)
 
     static = None
     kernels = dict.fromkeys(("generate", "build", "measure"), 0.0) if choices is None else dict(choices.seconds)
@@ -240,7 +242,7 @@ def executable_of(
         strides = argument_strides(program, step, batch)
         static = StaticStep(program.slots, numbers, device, strides, plan_for, step.arena)
         check_fits(static.plan, device)
-        check_forbidden(static.planned, forbid)
+    wishes.check([] if static is None else [fusion for _, fusion in parts_of(static.planned)])
     spent = {} if choices is None else {k: v - kernels[k] for k, v in choices.seconds.items()}
     seconds = {**seconds, "plan": time.perf_counter() - start - sum(spent.values()), **spent}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
@@ -258,13 +260,6 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
     if step.choices is None:
         step.choices = choices_for(device, providers, options.tune)
     return step.choices
-
-
-def check_forbidden(planned: Planned, forbid: Sequence[str]) -> None:
-    """Refuses patterns of fusions that fit nothing: a misspelt one must not pass unseen."""
-    for pattern in forbid:
-        if planned.fusion is None or pattern not in planned.fusion.forbidden:
-            raise InputError(f"forbid names {pattern!r}, which fits no fusion; step.opportunities() lists them")
 
 
 def refuse_overlap(program: Program, step: TrainStep) -> None:

@@ -14,6 +14,7 @@ import wholestep as ws
 
 from .network import Batch, Network
 
+
 @dataclass
 class Trainer:
     """A way to take training steps, with its optimizer and, where it is compiled, our step."""

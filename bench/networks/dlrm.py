@@ -5,6 +5,7 @@ Tables have dense gradients, as `nn.Embedding` gives them by default.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ DIMENSIONS: dict[str, tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]
 def layers(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them."""
     made: list[nn.Module] = []
-    for width, following in zip(widths[:-1], widths[1:], strict=True):
+    for width, following in itertools.pairwise(widths):
         made += [nn.Linear(width, following), nn.ReLU()]
     return nn.Sequential(*made[:-1])
 

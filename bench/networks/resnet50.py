@@ -29,5 +29,5 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(pixel_values=images, labels=labels).loss
 
-    lr = 3e-4 if size == "full" else 5e-4
+    lr = 3e-4 if size == "full" else 1e-3
     return Network("resnet50", f"{rows} images of {pixels}x{pixels}", model, loss_fn, make_batch, lr, warmup=30)

@@ -676,6 +676,14 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
   }
+  irdl.operation @fused {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.symbol_ref"
+    irdl.operands(inputs: variadic %c0)
+    irdl.results(outputs: variadic %c1)
+    irdl.attributes { "callee" = %c2 }
+  }
   irdl.operation @fused_adam {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -889,6 +897,14 @@ irdl.dialect @step {
     irdl.operands(dy: %c0, x: %c1, mean: %c2, rstd: %c3, weight: optional %c4)
     irdl.results(dx: %c5, dw: %c6, db: %c7)
     irdl.attributes { "trailing" = %c8 }
+  }
+  irdl.operation @layout {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+    irdl.attributes { "order" = %c2 }
   }
   irdl.operation @le {
     %c0 = irdl.base "!builtin.tensor"
@@ -1211,15 +1227,16 @@ irdl.dialect @step {
   irdl.operation @random {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
-    %c2 = irdl.is "uniform"
-    %c3 = irdl.is "normal"
-    %c4 = irdl.is "exponential"
-    %c5 = irdl.any_of(%c2, %c3, %c4)
-    %c6 = irdl.base "#builtin.integer"
-    %c7 = irdl.base "#builtin.type"
-    irdl.operands(key: %c0)
-    irdl.results(y: %c1)
-    irdl.attributes { "distribution" = %c5, "stream" = %c6, "type" = %c7 }
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.is "uniform"
+    %c4 = irdl.is "normal"
+    %c5 = irdl.is "exponential"
+    %c6 = irdl.any_of(%c3, %c4, %c5)
+    %c7 = irdl.base "#builtin.integer"
+    %c8 = irdl.base "#builtin.type"
+    irdl.operands(key: %c0, number: optional %c1)
+    irdl.results(y: %c2)
+    irdl.attributes { "distribution" = %c6, "stream" = %c7, "type" = %c8 }
   }
   irdl.operation @reciprocal {
     %c0 = irdl.base "!builtin.tensor"

@@ -105,6 +105,22 @@ def test_results_lie_channels_last_and_other_layouts_are_refused(part: str) -> N
     assert kernel.over == [frozenset()]  # a window reads what another has written
 
 
+def test_a_change_of_layout_in_front_is_seen_through_and_other_views_are_refused() -> None:
+    def after(view: str, **attributes: Any) -> Region:
+        function = add_function(module(), "f", [TensorType(IMAGE, F32), TensorType(WEIGHT, F32)])
+        block = function.regions[0].block
+        b = StepBuilder(block, phase="forward")
+        x = getattr(b, view)(block.arguments[0], **attributes)
+        y = b.conv(x, block.arguments[1], stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=8)
+        finish_function(function, [y])
+        specs = [Spec(s, depthwise.last(s), torch.float32) for s in (IMAGE, WEIGHT)]
+        return region_of(function, None, specs, torch.device("cpu"))
+
+    laid = after("layout", order=(0, 2, 3, 1))
+    assert Triton().claims(laid) == "" and Triton().offers(laid)[0].made.places == (0, 1)
+    assert "of a view" in Triton().claims(after("slice", dim=0, start=0, end=1, stride=1))
+
+
 def test_a_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
     offers = Triton().offers(region(body("conv", BF16)))[-1:]

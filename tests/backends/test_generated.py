@@ -13,11 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import wholestep as ws
 from tests.dialects.loop.programs import Drawn
+from tests.dialects.loop.provider import LoopReference, registered
+from tests.runtime.runs import adamw, data, fresh
 from wholestep.backends.generated import overwritable, region_of, walks_before
 from wholestep.backends.kernels import Spec
-from wholestep.dialects.loop import Apply, Constant, Index, Load, NoSchedule, Random, Reduce, Store, outputs_of, schedule
+from wholestep.backends.providers import Launcher, Region
+from wholestep.dialects.loop import (
+    Apply,
+    Constant,
+    Index,
+    Load,
+    NoSchedule,
+    Random,
+    Reduce,
+    Store,
+    outputs_of,
+    schedule,
+)
 from wholestep.dialects.loop.reference import _FUNCTIONS, run, wide
 from wholestep.dialects.step import StepBuilder, tensor_type, torch_dtype
 from wholestep.dialects.strides import row_major
@@ -97,7 +113,9 @@ class Walker:
             for dim, value in zip(op.attributes["dynamic"], op.operands[1:], strict=True):
                 place[dim] += int(numbers[value])
             inside = all(0 <= i < n for i, n in zip(place, tensor.shape, strict=True))
-            return (tensor[tuple(place)].clone() if inside else torch.zeros((), dtype=tensor.dtype)).to(wide(tensor.dtype))
+            return (tensor[tuple(place)].clone() if inside else torch.zeros((), dtype=tensor.dtype)).to(
+                wide(tensor.dtype)
+            )
         assert kind is Apply and kind is not Random
         fn = op.attributes["fn"]
         made = (_FUNCTIONS.get(fn) or getattr(torch, fn))(*[numbers[v] for v in op.operands])
@@ -144,12 +162,17 @@ def claimed(inputs: list[torch.Tensor], build: Any) -> list[frozenset[int]]:
     return overwritable(*kernel_of(inputs, build))
 
 
-def right_when_shared(kernel: Op, inputs: list[torch.Tensor], specs: list[Spec], over: dict[int, int], seed: int) -> bool:
+def right_when_shared(
+    kernel: Op, inputs: list[torch.Tensor], specs: list[Spec], over: dict[int, int], seed: int
+) -> bool:
     """Whether the results are right when some of them (result -> operand) lie in the memory of operands."""
     wanted = [torch.empty_strided(s.shape, s.strides, dtype=s.dtype) for s in specs]
     run(kernel, inputs, wanted)
     own = [x.clone() for x in inputs]
-    results = [own[over[i]] if i in over else torch.empty_strided(s.shape, s.strides, dtype=s.dtype) for i, s in enumerate(specs)]
+    results = [
+        own[over[i]] if i in over else torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
+        for i, s in enumerate(specs)
+    ]
     Walker(kernel, [*own, *results], seed).run()
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(results, wanted, strict=True))
 
@@ -252,3 +275,34 @@ def test_random_kernels_stay_right_on_shared_memory() -> None:
         assert right_when_shared(kernel, drawn.inputs, specs, {}, seed), f"seed {seed}: the walker"
         assert right_when_shared(kernel, drawn.inputs, specs, taken, seed), f"seed {seed}: {drawn.names} {taken}"
     assert tried > 40, tried
+
+
+class Walked(LoopReference):
+    """Kernels run by the walker, on the plan's own memory."""
+
+    name = "walked"
+    shared = 0
+
+    def launcher(self, region: Region) -> Launcher:
+        def launch(*tensors: torch.Tensor) -> None:
+            operands = {x.data_ptr() for x in tensors[: len(region.operands)]}
+            Walked.shared += any(y.data_ptr() in operands for y in tensors[len(region.operands) :])
+            Walker(region.kernel, list(tensors), 1).run()
+
+        return launch
+
+
+def test_a_step_is_right_when_its_kernels_are_walked() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4), nn.Softmax(1))
+
+    def losses(**options: Any) -> list[float]:
+        model, x = fresh(net).double(), data(3, 3).double()
+        step = ws.compile(model, lambda m, x: (m(x) - x.sum()).pow(2).mean(), adamw(model), (x,), **options)
+        return [float(step(x)) for _ in range(2)]
+
+    Walked.shared = 0
+    with registered(Walked):
+        found = losses(providers=["aten", "walked"], tune=False)
+    assert Walked.shared > 4  # results did take the memory of operands
+    torch.testing.assert_close(found, losses(), rtol=1e-9, atol=1e-9)

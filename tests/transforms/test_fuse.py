@@ -16,18 +16,17 @@ import wholestep as ws
 from tests.dialects.loop.programs import Drawn
 from tests.dialects.loop.provider import LoopReference, registered, run_fused
 from tests.plan.networks import Case, convnet, gpt
-from tests.runtime.runs import adamw
 from tests.transforms.test_kept import Bottleneck, Inverted, images, language
 from wholestep.backends.host import host_function
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.fused import Fused
 from wholestep.errors import InputError
-from wholestep.ir import F32, TensorType, add_function, finish_function, module, print_module, structural_hash, verify
+from wholestep.ir import F32, TensorType, add_function, finish_function, module, structural_hash, verify
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.expand import expanded
 from wholestep.transforms.fuse import dissolve, fuse
-from wholestep.transforms.regions import Bodies, is_view
+from wholestep.transforms.regions import Bodies
 
 
 def root_of(function: Op) -> Op:
@@ -52,10 +51,10 @@ def program(types: list[TensorType], build: Any) -> Op:
 # ---- random programs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 60])
+@pytest.mark.parametrize("first", [0, 40])
 def test_random_programs(first: int) -> None:
     fused = exact = 0
-    for seed in range(first, first + 60):
+    for seed in range(first, first + 40):
         drawn = Drawn(seed, ops=5 + seed % 25)
         before = {op.name for op in ops_of(drawn.function)}
         wanted = Executable(drawn.function)(drawn.inputs)
@@ -72,7 +71,7 @@ def test_random_programs(first: int) -> None:
             assert not unexpanded or torch.equal(mine, true), seed
             torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-13)
         exact += unexpanded
-    assert fused > 60 and exact > 20
+    assert fused > 40 and exact > 12
 
 
 # ---- networks --------------------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ def test_what_a_fused_step_consists_of(network: Any) -> None:
     for op in regions:
         body = fusion.bodies[op.callee.name]
         assert body.kernel is not None and body.schedule is not None and not body.why_not
-        assert all(any(r.uses for r in op.results) for _ in (op,))
+        assert any(r.uses for r in op.results)
     for op in ops_of(function):  # nothing is computed for nobody
         assert any(r.uses for r in op.results) or not op.definition.pure, op
 
@@ -163,23 +162,26 @@ def test_equal_layers_share_their_bodies() -> None:
     assert len(many.bodies) <= len(few.bodies) + 2
 
 
+def fingerprint() -> str:
+    """Everything fusion decides about a small network."""
+    _, function, fusion = fused_case(gpt())
+    return f"{structural_hash(root_of(function))} {len(fusion.kernels)} {sorted(fusion.refusals.items())}"
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.transforms.test_fuse import fused_case, gpt, root_of, structural_hash
-_, function, fusion = fused_case(gpt())
-print(structural_hash(root_of(function)), len(fusion.kernels), sorted(fusion.refusals.items())[:3])
+from tests.transforms.test_fuse import fingerprint
+print(fingerprint())
 """
 
 
 def test_fusion_does_not_depend_on_the_hash_seed() -> None:
     script = SCRIPT.format(root=str(Path(__file__).resolve().parents[2]))
-    said = []
-    for seed in ("0", "4242"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "WHOLESTEP_PROVIDERS": "aten"}
-        said.append(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True))
-    assert said[0].returncode == 0, said[0].stderr
-    assert said[0].stdout == said[1].stdout
+    environment = {**os.environ, "PYTHONHASHSEED": "4242", "OMP_NUM_THREADS": "1"}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip() == fingerprint()
 
 
 # ---- refusals, forbid ------------------------------------------------------------------------------------------------
@@ -279,6 +281,6 @@ def test_long_programs_cost_no_more_per_op(monkeypatch: pytest.MonkeyPatch) -> N
         verify(root_of(function))
         return seen, len(ops_of(function))
 
-    (some, _), (more, left) = work(1400), work(5600)  # 5 ops each: 7,000 and 28,000
-    assert more < 4.5 * some
-    assert left < 3 * 5600
+    (some, _), (more, left) = work(1000), work(4100)  # 5 ops each: 5,000 and 20,500
+    assert more < 4.6 * some
+    assert left < 3 * 4100

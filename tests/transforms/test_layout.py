@@ -379,7 +379,8 @@ def test_a_convolution_between_reshapes_is_not_worth_the_copies(monkeypatch: pyt
     assert not wanted.why_not and wanted.change.bytes == copied - 3 * copied
 
 
-def test_depthwise_convolutions_alone_ask_for_nothing() -> None:
+def test_convolutions_that_do_not_care_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChannelsLast, "preference", Preference(depthwise=0.0))
     root, b, (x, w), function = program((2, 8, 6, 6), (8, 1, 3, 3))
     finish_function(function, [b.conv(x, w, None, groups=8, **window(2))])
     assert found(root)[0].why_not == "its convolutions run as well row by row"

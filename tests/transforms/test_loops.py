@@ -107,7 +107,7 @@ def test_reductions_over_every_set_of_dimensions(name: str) -> None:
     for shape in ((5,), (3, 4), (1, 5), (2, 3, 4)):
         for chosen in range(1, 2 ** len(shape)):
             dims = tuple(d for d in range(len(shape)) if chosen >> d & 1)
-            if name == "prod" and len(dims) > 1 or name == "variance" and all(shape[d] == 1 for d in dims):
+            if (name == "prod" and len(dims) > 1) or (name == "variance" and all(shape[d] == 1 for d in dims)):
                 continue  # the op takes one dimension; of one number there is no variance
             for keepdim in (False, True):
                 x = randn(*shape) > 0 if name in ("any", "all") else randn(*shape)
@@ -156,7 +156,8 @@ def test_random_programs_are_right_or_refused(first: int) -> None:
         found = outputs_for(drawn.function)
         run(kernel, drawn.inputs, found)
         for mine, true in zip(found, Executable(drawn.function)(drawn.inputs), strict=True):
-            torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-11, msg=lambda m: f"seed {seed} {drawn.names}: {m}")  # noqa: B023
+            what = f"seed {seed} {drawn.names}: "
+            torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-11, msg=what.__add__)
         try:
             schedule(kernel)
             seen["kernels"] += 1
@@ -226,6 +227,24 @@ def test_operands_of_a_function_are_of_one_type() -> None:
             assert len({v.type for v in op.operands[1:]}) == 1
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_labels_to_be_ignored(reduction: str) -> None:
+    """They are looked up nowhere: what lies outside of the table must not get into a sum, not even times zero."""
+    logits, labels = randn(5, 4), torch.tensor([0, -100, 3, -100, 1])
+    attributes = dict(reduction=reduction, ignore_index=-100)
+    function = function_of("cross_entropy", [logits, labels, None], {k: v for k, v in attributes.items()})
+    agree(function, [logits, labels])
+
+
+def test_what_is_looked_up_outside_of_its_table_is_not_a_number() -> None:
+    table, index = randn(4, 3), torch.tensor([1, 7, -2, 3])
+    function = function_of("embedding", [table, index], {})
+    (found,) = outputs_for(function)
+    run(lowered(function), [table, index], [found])
+    assert found.isnan().all(1).tolist() == [False, True, True, False]
+    assert torch.equal(found[[0, 3]], table[[1, 3]])
+
+
 # ---- dimensions ------------------------------------------------------------------------------------------------------
 
 
@@ -241,5 +260,7 @@ def test_unify_splits_from_the_innermost() -> None:
 
 
 def test_one_walk_for_what_a_reshape_connects() -> None:
-    kernel = made([randn(4, 6)], lambda b, x: [b.neg(x), b.exp(b.reshape(x, shape=(2, 2, 6))), b.reshape(x, shape=(24,))])
+    kernel = made(
+        [randn(4, 6)], lambda b, x: [b.neg(x), b.exp(b.reshape(x, shape=(2, 2, 6))), b.reshape(x, shape=(24,))]
+    )
     assert space_of(kernel) == (2, 2, 6)

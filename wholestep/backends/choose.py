@@ -175,7 +175,7 @@ class Choices:
             return self.fastest(region, usable, timed)
         except torch.OutOfMemoryError:
             timed.append(Timed("all", 0.0, "not timed: out of memory"))
-            return self.chosen(own[0], timed)
+            return Chosen("aten", "aten", None, excluded=timed)
 
     def chosen(self, picked: tuple[Provider, Offer, Launcher], excluded: list[Timed]) -> Chosen:
         provider, offer, run = picked

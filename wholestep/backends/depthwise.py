@@ -18,9 +18,10 @@ import torch
 
 from ..dialects.step.base import torch_dtype
 from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
+from ..dialects.step.layout import Layout
 from ..dialects.strides import row_major, same_places
 from ..errors import InputError
-from ..ir.core import Op
+from ..ir.core import Op, Value
 from .kernels import Spec, with_channels_last
 from .providers import Launcher, Offer, Progress, Region
 
@@ -61,21 +62,36 @@ def takes(op: Op) -> bool:
 
 
 def problem_of(op: Op) -> Problem:
-    shapes = {
-        Conv: lambda: (op.x.type.shape, op.w.type.shape, op.y.type.shape),
-        ConvInputGrad: lambda: (op.input_shape, op.w.type.shape, op.dy.type.shape),
-        ConvWeightGrad: lambda: (op.x.type.shape, op.weight_shape, op.dy.type.shape),
-    }[op.definition]()
+    if op.definition is Conv:
+        shapes = op.x.type.shape, op.w.type.shape, op.y.type.shape
+    elif op.definition is ConvInputGrad:
+        shapes = op.input_shape, op.w.type.shape, op.dy.type.shape
+    else:
+        shapes = op.x.type.shape, op.weight_shape, op.dy.type.shape
     image, weight, output = map(tuple, shapes)
     dtype = torch_dtype(op.operands[0].type.element)
     return Problem(PARTS[op.definition], image, weight, output, tuple(op.stride), tuple(op.padding), dtype)
 
 
+def convolution(region: Region) -> Op:
+    """The op of a region that is taken."""
+    return next(op for op in region.ops if op.definition in PARTS)
+
+
+def laid_out_from(value: Value) -> Value:
+    """What a value is before a change of layout; where that is channels-last already, the change is none."""
+    while value.op is not None and value.op.definition is Layout:
+        value = value.op.operands[0]
+    return value
+
+
 def why_not(region: Region) -> str:
     """Empty where the kernels can run a region whose op they take, else why they cannot."""
-    if len(region.ops) != 1:
+    op = convolution(region)
+    arguments = region.body.regions[0].block.arguments
+    if any(laid_out_from(v) not in arguments for v in op.operands):
         return "a depthwise convolution of a view; only of a whole tensor"
-    problem = problem_of(region.ops[0])
+    problem = problem_of(op)
     for spec in region.specs:
         if spec.shape == problem.weight and spec.shape not in (problem.image, problem.output):
             if not same_places(spec.shape, spec.strides, row_major(spec.shape)):
@@ -100,9 +116,10 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool = True
 
 def offers(region: Region) -> list[Offer]:
     """The configurations worth timing."""
-    problem = problem_of(region.ops[0])
+    op = convolution(region)
+    problem = problem_of(op)
     arguments = region.body.regions[0].block.arguments
-    first, second = (arguments.index(v) for v in region.ops[0].operands)
+    first, second = (arguments.index(laid_out_from(v)) for v in op.operands)
     places = (first, second)
     found = []
     for config in kernels().configs(problem.part, problem.image, problem.weight[2:], problem.stride, problem.dtype)[

@@ -286,6 +286,7 @@ class Cpp(Generator):
     """Kernels that we generate for CPUs."""
 
     name, package, devices = "cpp", "cpp", ("cpu",)
+    batching = "cpp.batches"
 
 
 @register_provider

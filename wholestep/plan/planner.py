@@ -23,6 +23,7 @@ from ..ir.hashing import structural_hash
 from ..transforms.batch import WAIT, Batches, batch, unbatch
 from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
+from ..transforms.fusion_wishes import Wishes
 from ..transforms.regions import Bodies, Piece, body_of
 from .aliases import Assignment, assign
 from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
@@ -82,18 +83,19 @@ def planned_function(
     omnimalloc: bool = True,
     whole_updates: bool | None = None,
     choices: Choices | None = None,
-    forbid: Sequence[str] = (),
+    wishes: Wishes | None = None,
 ) -> Planned:
     """As `plan_function`, with the kernels. choices: who runs regions; without it every op is run by ATen.
 
-    forbid: patterns of fusions that must not be done.
+    wishes: what a user asks of fusion.
     """
     with collector_paused():
         where = torch.device(device)
         if where.type not in ALIGNMENT:
             raise WholestepError(f"no plan can be made for {where.type}; devices are {', '.join(ALIGNMENT)}")
         whole = where.type == "cpu" if whole_updates is None else whole_updates
-        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole, choices, forbid)
+        asked = wishes or Wishes()
+        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole, choices, asked)
         return planner.plan(planner.expanded(function), numbers, strides)
 
 
@@ -108,7 +110,7 @@ class _Planner:
     omnimalloc: bool
     whole_updates: bool
     choices: Choices | None = None
-    forbid: Sequence[str] = ()
+    wishes: Wishes = field(default_factory=Wishes)
     pieces: Bodies = field(default_factory=Bodies)
 
     def expanded(self, function: Op) -> Op:
@@ -142,16 +144,18 @@ class _Planner:
             function,
             numbers,
             self.pieces,
-            self.forbid,
+            self.wishes.forbid,
             lambda op: host_function(op) is not None,
             self.choices.takes,
+            recipe=self.wishes.recipe,
+            force=self.wishes.force,
             seconds=self.seconds if self.choices.products and self.device.type == "cuda" else None,
         )
         root = root_of(function)
         bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}
         batches = Batches()
         if any(p.batching for p in self.choices.providers):
-            batches = batch(function, fusion, None if self.whole_updates else WAIT, self.forbid)
+            batches = batch(function, fusion, None if self.whole_updates else WAIT, self.wishes.forbid)
         batched = {name: batch_of([bodies[part] for part in parts]) for name, parts in batches.parts.items()}
         for attempt in range(ATTEMPTS):
             regions = Regions(bodies, self.choices, batched)

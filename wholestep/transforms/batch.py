@@ -1,7 +1,7 @@
 """Horizontal batches: regions that do the same to different tensors become one launch, such as all updates of a step.
 
 A batch is a region whose body calls the regions it is made of, so that it can be taken apart again. Gradients wait for
-the others of their batch: it is closed before they are too many, or would be there when the step needs most memory.
+the others of their batch, which is closed before they are more than a small share of the memory that the step needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .regions import base, is_view
 PHASES = ("clip", "update")
 #: bytes of gradients that may wait for others of their batch
 WAIT = 32 << 20
-#: how much of the peak may be added where the peak is
-SLACK = 0.001
+#: ... as a share of the most bytes that are there at once
+SHARE = 0.01
 #: bytes that one launch moves at most: launching costs nothing beside more than that
 LARGEST = 1 << 30
 
@@ -48,7 +48,7 @@ class Member:
     ready: int
     #: before which op its results must be there
     due: int
-    #: bytes of gradients that it is the one to read
+    #: bytes of gradients that are kept for it alone
     waits: int
     moved: int
     tensors: set[Value]
@@ -130,9 +130,13 @@ class Batcher:
 
     def member(self, op: Op, ready: int) -> Member:
         large = {base(v) for v in op.operands if v.type.size > 1}
-        waits = sum(v.type.bytes for v in large if v.op is not None and v.op.phase not in PHASES)
+        waits = sum(v.type.bytes for v in large if v.op is not None and v.op.phase not in PHASES and self.only(op, v))
         moved = sum(v.type.bytes for v in (*op.operands, *op.results))
         return Member(op, self.position[op], ready, self.due(op), waits, moved, large)
+
+    def only(self, op: Op, value: Value) -> bool:
+        """Whether nobody else reads a value or a view of it, so that it is kept for this op alone."""
+        return all(self.only(op, user.results[0]) if is_view(user) else user is op for user in value.uses)
 
     def due(self, op: Op) -> int:
         """The first op that reads a result, or a view of one."""
@@ -145,13 +149,13 @@ class Batcher:
 
     def groups(self, members: list[tuple[str, Member]]) -> list[Open]:
         """Regions of one kind together, in the order in which they can run."""
-        live = self.live() if self.wait is not None and members else np.zeros(1)
+        limit = float("inf") if self.wait is None else min(self.wait, SHARE * self.peak())
         opened: dict[str, Open] = {}
         closed: list[Open] = []
         for kind, member in members:
             while opened:
                 waiting = [m for o in opened.values() for m in o.members if m.ready < member.ready]
-                if self.may_wait(waiting, member.ready, live):
+                if sum(m.waits for m in waiting) <= limit:
                     break
                 largest = max(opened, key=lambda k: opened[k].waits)
                 closed.append(opened.pop(largest))
@@ -160,30 +164,27 @@ class Batcher:
             opened.setdefault(kind, Open()).add(member)
         return [*closed, *opened.values()]
 
-    def may_wait(self, waiting: list[Member], until: int, live: np.ndarray) -> bool:
-        """Whether gradients may be kept until an op has run: they are few, and the step's peak does not rise."""
-        waiting = [m for m in waiting if m.waits]
-        if self.wait is None or not waiting:
-            return True
-        if sum(m.waits for m in waiting) > self.wait:
-            return False
-        since = min(m.ready for m in waiting)
-        kept = np.zeros(until + 1 - since, np.int64)
-        for member in waiting:
-            kept[member.ready - since :] += member.waits
-        return bool((live[since : until + 1] + kept).max() <= live.max() * (1 + SLACK))
+    def peak(self) -> int:
+        """The most bytes that are there at once, if no gradient waits for its update.
 
-    def live(self) -> np.ndarray:
-        """Bytes of values that are there at each op, if no gradient waits for its update."""
-        change = np.zeros(len(self.position) + 1, np.int64)
+        A result takes the memory of an operand of its type that nobody reads any more.
+        """
+        change = np.zeros(len(self.position) + 2, np.int64)
+        last: dict[Value, int] = {}
         for op in self.block:
             if is_view(op) or op.phase in PHASES or not op.operands:
                 continue
+            start = self.position[op]
+            ending = [v.type for v in dict.fromkeys(map(base, op.operands)) if last.get(v) == start]
             for value in op.results:
-                start = self.position[op]
+                end = last[value] = self.last_read(value, start)
                 change[start] += value.type.bytes
-                change[self.last_read(value, start) + 1] -= value.type.bytes
-        return np.cumsum(change)
+                change[end + 1] -= value.type.bytes
+                if value.type in ending:
+                    ending.remove(value.type)
+                    change[start] -= value.type.bytes
+                    change[start + 1] += value.type.bytes
+        return int(np.cumsum(change).max())
 
     def last_read(self, value: Value, start: int) -> int:
         last = start

@@ -41,13 +41,13 @@ OWN = ("batch", "copy")
 class Preference:
     """What a convolution costs more without channels-last, as a share of copying all its tensors once.
 
-    1 is what a library pays that converts them by itself, as cuDNN does for its tensor-core kernels. Depthwise
-    convolutions have kernels for both layouts. `launch` is what one more kernel costs beside its bytes, in bytes: by
-    default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as machine/h200.json has them.
+    1 is what a library pays that converts them by itself, as cuDNN does for its tensor-core kernels; our kernels for
+    depthwise convolutions take channels-last alone. `launch` is what one more kernel costs beside its bytes, in bytes:
+    by default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as machine/h200.json has them.
     """
 
     convolution: float = 1.0
-    depthwise: float = 0.0
+    depthwise: float = 1.0
     elements: tuple[str, ...] = ("bf16", "f16", "f32")
     launch: int = 4_600_000
 

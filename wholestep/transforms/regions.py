@@ -21,6 +21,8 @@ from .loops import NotLoops, is_primitive, lowered
 POINTERS, OPS = 30, 240
 #: the longest row of which a kernel needs everything at once
 LONGEST_ROW = 1 << 17
+#: and of one whose elements are no neighbours: the statistics of a channel are a kernel of their own
+STREWN_ROW = 1 << 11
 
 
 def is_view(op: Op) -> bool:
@@ -169,6 +171,8 @@ class Bodies:
             row *= walk.sizes[d]
         if walk.along and walk.outer and row > LONGEST_ROW and points <= largest and comes_back(kernel, walk):
             return Body(function, why_not=f"a row of {row:,} elements would be needed at once")
+        if walk.along and row > STREWN_ROW and points <= largest and not trailing(walk) and comes_back(kernel, walk):
+            return Body(function, why_not=f"rows of {row:,} elements that are strewn over memory")
         return Body(function, kernel, walk)
 
     def problem(self, piece: Piece) -> str:
@@ -196,6 +200,11 @@ ANCHORS = frozenset(
     + ("conv", "conv_input_grad", "conv_weight_grad")
 )
 ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
+
+
+def trailing(walk: Schedule) -> bool:
+    """Whether the elements of a row are neighbours, where tensors lie row by row."""
+    return walk.row == tuple(range(len(walk.sizes)))[len(walk.sizes) - len(walk.row) :]
 
 
 def comes_back(kernel: Op, walk: Schedule) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
 import torch
 
-from wholestep.dialects.step import StepBuilder, tensor_type
+from wholestep.dialects.step import StepBuilder, tensor_type, torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op, Value
 
@@ -53,7 +52,7 @@ class Drawn:
         """A value, mostly one of the last."""
         return self.pick.choice(self.values[-4:])
 
-    # ---- moves: each makes a value, or None where nothing fits -----------------------------------------------------------
+    # ---- moves: each makes a value, or None where nothing fits -------------------------------------------------------
 
     def unary(self, x: Value) -> Value:
         return getattr(self.b, self.pick.choice(UNARY))(x)
@@ -162,14 +161,8 @@ def alike_but(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> bool:
 
 def outputs_for(function: Op, fill: Any = 7) -> list[torch.Tensor]:
     """Memory for what a function returns; floats as float64, with something in it that no result has."""
-    from wholestep.dialects.step import torch_dtype
-
     last = function.regions[0].block.last
     assert last is not None
     dtypes = [torch_dtype(v.type.element) for v in last.operands]
     wide = [torch.float64 if d.is_floating_point else d for d in dtypes]
     return [torch.full(v.type.shape, fill, dtype=d) for v, d in zip(last.operands, wide, strict=True)]
-
-
-def points_of(sizes: tuple[int, ...]) -> int:
-    return math.prod(sizes)

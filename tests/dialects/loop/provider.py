@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,3 @@ def run_fused(function: Op, inputs: Sequence[torch.Tensor], fusion: Fusion) -> l
             made = made if isinstance(made, list | tuple) else [made]
         values.update(zip(op.results, made, strict=True))
     raise AssertionError("the function has no end")
-
-
-Run = Callable[..., Any]

@@ -16,8 +16,22 @@ from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS, Apply, Constant, Inde
 from wholestep.dialects.loop.reference import run
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.errors import VerifyError
-from wholestep.ir import BF16, BOOL, F32, F64, I64, Builder, TensorType, add_function, finish_function, module, parse
-from wholestep.ir import print_module, structural_hash, verify
+from wholestep.ir import (
+    BF16,
+    BOOL,
+    F32,
+    F64,
+    I64,
+    Builder,
+    TensorType,
+    add_function,
+    finish_function,
+    module,
+    parse,
+    print_module,
+    structural_hash,
+    verify,
+)
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.loops import NotLoops, lowered

@@ -117,5 +117,7 @@ def test_what_a_schedule_promises_holds_for_random_programs() -> None:
                 assert op in found.after and op not in found.along
                 late.update(op.results)
                 for result in op.results:
-                    assert not dims[result] & set(found.outer), "what comes after all rows would have to be known in them"
+                    assert not dims[result] & set(found.outer), (
+                        "what comes after all rows would have to be known in them"
+                    )
     assert seen > 250

@@ -61,11 +61,11 @@ def sums(by_name: dict[str, Family], order: Sequence[str]) -> tuple[list[Candida
     """Two launches, and the partial sums between them."""
     families = [by_name[name] for name in order]
     first, types = families[0], pointers(families[0])
-    scratch = [(first.scratch(first.across[0], -(-f.count // BLOCK), 0),) for f in families]
+    scratch: list[tuple[Spec, ...]] = [(first.scratch(first.across[0], -(-f.count // BLOCK), 0),) for f in families]
     full, rest, last = partial(first, False), partial(first, True), finish(first)
     some = [f"    if first + {BLOCK} <= size:", *full.lines, "    else:", "        in_x = x < size", *rest.lines]
     some = [f"    first = tl.multiple_of(first, {BLOCK})", f"    x = first + tl.arange(0, {BLOCK})", *some]
-    sizes, counts = tuple(f.count for f in families), tuple(s.shape[0] for (s,) in scratch)
+    sizes, counts = tuple(f.count for f in families), tuple(mine[0].shape[0] for mine in scratch)
     return [
         candidate("sums", source(types, full, some), Batched(sizes, len(types), BLOCK), WARPS),
         candidate("totals", source(types, last, last.lines), Batched(counts, len(types), max(counts)), 4),

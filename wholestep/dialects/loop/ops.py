@@ -172,7 +172,8 @@ class Apply(OpDef):
     def check(op: Op) -> str | None:
         if len(op.operands) != FUNCTIONS[op.fn]:
             return f"{op.fn} takes {FUNCTIONS[op.fn]} numbers"
-        return None if len({v.type for v in op.rest}) < 2 else f"{op.fn} of {' and '.join(str(v.type) for v in op.rest)}"
+        kinds = {v.type: None for v in op.rest}
+        return f"{op.fn} of {' and '.join(map(str, kinds))}" if len(kinds) > 1 else None
 
 
 @loop.op

@@ -1,9 +1,9 @@
 """What a kernel's reductions ask of the code that runs it: which dimensions make a row, what is summed over rows.
 
 A reduction whose result comes back to the points it was made of (the maximum in a softmax) is an *inner* one: all
-inner reductions of a kernel go over the same dimensions, which are then its rows. The others are *final*: along the row,
-or over all rows (partial sums that a second, small kernel finishes), and what is computed from them has no row dimension
-left.
+inner reductions of a kernel go over the same dimensions, which are then its rows. The others are *final*: along the
+row, or over all rows (partial sums that a second, small kernel finishes), and what is computed from them has no row
+dimension left.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class LayerNorm(RowNorm):
     @staticmethod
     def expand(b, op):
         dims = _trailing(op.x.type, op.trailing)
-        x, weight, bias = widen(b, op.x, op.weight, op.bias)
+        (x,) = widen(b, op.x)
         mean = b.mean(x, dims=dims, keepdim=True)
         variance = b.variance(x, dims=dims, keepdim=True, correction=0)
         rstd = b.rsqrt(b.add(variance, op.eps))
@@ -220,7 +220,7 @@ class RmsNorm(RowNorm):
     @staticmethod
     def expand(b, op):
         dims = _trailing(op.x.type, op.trailing)
-        x, weight = widen(b, op.x, op.weight)
+        (x,) = widen(b, op.x)
         rstd = b.rsqrt(b.add(b.mean(b.mul(x, x), dims=dims, keepdim=True), op.eps))
         return RmsNorm.normalised(b, op, rstd), rstd
 

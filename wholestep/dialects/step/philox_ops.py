@@ -19,7 +19,12 @@ def expand_random(b: StepBuilder, op: Op) -> Value:
     if not type.size:
         return b.full(0.0, type.shape, type.element)
     element = F64 if type.element is F64 else F32
-    words = philox_words(b, op.key, op.stream if op.number is None else op.number, -(-type.size * words_per_element(torch_dtype(type.element)) // 4))
+    words = philox_words(
+        b,
+        op.key,
+        op.stream if op.number is None else op.number,
+        -(-type.size * words_per_element(torch_dtype(type.element)) // 4),
+    )
     if op.distribution == "uniform":
         numbers = fractions(b, words, type.element)
     elif op.distribution == "exponential":

@@ -96,7 +96,9 @@ class Random(StepOp):
     regenerated = True
     takes_device = True
     key = Operand(IntTensor, "seed, step counter and micro-batch index")
-    number = Operand(IntTensor, "the stream where it is no attribute: in kernels that equal layers share", optional=True)
+    number = Operand(
+        IntTensor, "the stream where it is no attribute: in kernels that equal layers share", optional=True
+    )
     y = Result(FloatTensor)
     distribution = Attr("str", "which distribution", choices=DISTRIBUTIONS)
     stream = Attr("int", "number of this random op in the program")

@@ -1,0 +1,191 @@
+"""Providers: who is known and who competes, what a region says of itself, and a provider that takes ops for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.dialects.loop.provider import LoopReference, registered
+from tests.runtime.runs import data, fresh, sgd
+from wholestep.backends.generated import kernel_of, region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import (
+    ON_REQUEST,
+    Aten,
+    Inductor,
+    Launcher,
+    Offer,
+    Progress,
+    Provider,
+    Region,
+    distinct_bytes,
+    known_providers,
+    neutral_inputs,
+    op_by_op,
+    providers_for,
+    register_provider,
+)
+from wholestep.dialects.step import StepBuilder
+from wholestep.errors import InputError
+from wholestep.ir import F32, I64, TensorType, add_function, finish_function, module
+from wholestep.ir.core import Op
+from wholestep.transforms.loops import lowered
+
+CPU = torch.device("cpu")
+
+
+def region(types: list[TensorType], build: Any, specs: list[Spec] | None = None, phase: str = "") -> Region:
+    function = add_function(module(), "region", types)
+    b = StepBuilder(function.regions[0].block)
+    b.phase = phase
+    made = build(b, *function.regions[0].block.arguments)
+    finish_function(function, made if isinstance(made, list) else [made])
+    dtype = {F32: torch.float32, I64: torch.int64}
+    given = specs or [Spec(t.shape, torch.empty(t.shape).stride(), dtype[t.element]) for t in types]
+    return region_of(function, lowered(function), given, CPU)
+
+
+MATRIX = TensorType((3, 4), F32)
+
+
+def test_who_competes() -> None:
+    assert {"aten", "triton", "cpp", "inductor"} <= set(known_providers())
+    on_cpu = [p.name for p in providers_for(CPU, None)]
+    assert "aten" in on_cpu and "triton" not in on_cpu and not set(ON_REQUEST) & set(on_cpu)
+    on_gpu = [p.name for p in providers_for(torch.device("cuda"), None)]
+    assert "triton" in on_gpu and "cpp" not in on_gpu
+    assert [p.name for p in providers_for(CPU, ["inductor", "aten", "triton"])] == ["inductor", "aten"]
+
+
+def test_an_unknown_name_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"no provider 'tritn'; known: aten, .*triton"):
+        providers_for(CPU, ["aten", "tritn"])
+    model = fresh(lambda: nn.Linear(4, 3))
+    with pytest.raises(InputError, match="no provider 'tritn'"):
+        ws.compile(model, lambda m, x: m(x).sum(), sgd(model), (data(2, 4),), providers=["tritn"])
+
+
+def test_registering_and_forgetting() -> None:
+    with registered(LoopReference):
+        assert "loops" in known_providers()
+    assert "loops" not in known_providers()
+    with pytest.raises(ValueError, match="no name for a provider"):
+        register_provider(type("Bad", (LoopReference,), {"name": "two words"}))
+
+
+def test_keys_are_equal_for_equal_work_alone() -> None:
+    def build(b: StepBuilder, x: Any) -> Any:
+        return b.exp(b.tanh(x))
+
+    one = region([MATRIX], build)
+    assert region([MATRIX], build, phase="backward").key == one.key
+    others = [
+        region([TensorType((4, 3), F32)], build),
+        region([MATRIX], lambda b, x: b.tanh(b.exp(x))),
+        region([MATRIX], build, [Spec((3, 4), (1, 3), torch.float32)]),
+        region([MATRIX], lambda b, x: [b.exp(b.tanh(x)), b.tanh(x)]),
+    ]
+    assert len({one.key, *(o.key for o in others)}) == 5
+
+
+def test_bytes_count_each_element_once() -> None:
+    assert distinct_bytes(Spec((3, 4), (0, 1), torch.float32)) == 16
+    assert region([MATRIX, MATRIX], lambda b, x, y: b.add(x, y)).bytes == 3 * 48
+    given = region([MATRIX, MATRIX], lambda b, x, y: b.add(x, y))
+    assert Aten().estimate(given, 1e9) == pytest.approx(144e-9)
+
+
+def test_inputs_to_try_with_lie_as_said() -> None:
+    specs = [Spec((3, 4), (1, 3), torch.float32), Spec((3, 1), (0, 0), torch.int64)]
+    given = region(
+        [MATRIX, TensorType((3, 1), I64)], lambda b, x, i: b.gather(x, b.broadcast(i, shape=(3, 4)), dim=1), specs
+    )
+    for positive in (False, True):
+        x, index = neutral_inputs(given, positive)
+        assert x.stride() == (1, 3) and index.shape == (3, 1) and set(index.flatten().tolist()) <= {0, 1}
+        assert not positive or bool((x > 0).all())
+        op_by_op(given)(x, index)
+
+
+def test_aten_as_a_launcher_writes_where_it_is_told() -> None:
+    given = region([MATRIX], lambda b, x: [b.exp(x), b.sum(x, dims=(1,))])
+    (offer,) = Aten().offers(given)
+    run = Aten().build([offer])[offer.key]
+    assert callable(run)
+    x, y, s = data(3, 4), torch.zeros(3, 4), torch.zeros(3)
+    run(x, y, s)
+    assert torch.equal(y, x.exp())
+    torch.testing.assert_close(s, x.sum(1))
+
+
+def test_inductor_leaves_random_numbers_alone() -> None:
+    drawn = region([TensorType((3,), I64)], lambda b, key: b.random(key, distribution="uniform", stream=0, type=MATRIX))
+    assert Inductor().claims(drawn)
+    assert not Inductor().claims(region([MATRIX], lambda b, x: b.exp(x)))
+
+
+def test_an_undecided_kernel_refuses_to_run() -> None:
+    given = region([MATRIX], lambda b, x: b.exp(x))
+    kernel = kernel_of(given, None)
+    with pytest.raises(RuntimeError, match="no provider was chosen"):
+        kernel.steps[0].call(data(3, 4), torch.zeros(3, 4))
+
+
+class Norms(Provider):
+    """A library that has nothing but LayerNorm, forward: it wants every such op alone."""
+
+    name = "norms"
+    devices = ("cpu",)
+    ran: list[tuple[int, ...]] = []
+
+    def takes(self, op: Op) -> bool:
+        return op.name == "step.layer_norm"
+
+    def claims(self, region: Region) -> str:
+        return "" if [op.name for op in region.ops] == ["step.layer_norm"] else "it is no LayerNorm"
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer("native", f"norms {region.key}", made=region)]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        return {o.key: self.launcher(o.made) for o in offers}
+
+    def launcher(self, region: Region) -> Launcher:
+        (op,) = region.ops
+
+        def run(x: torch.Tensor, *rest: torch.Tensor) -> None:
+            *weights, y, mean, rstd = rest
+            weight, bias = weights if weights else (None, None)
+            made = torch.native_layer_norm(x, x.shape[-op.trailing :], weight, bias, op.eps)
+            for out, value in zip((y, mean, rstd), made, strict=True):
+                out.copy_(value)
+            Norms.ran.append(tuple(x.shape))
+
+        return run
+
+
+def test_a_provider_of_a_users_takes_ops_for_itself() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+
+    def losses(**options: Any) -> tuple[list[float], ws.TrainStep]:
+        model = fresh(net)
+        batch = (data(6, 4), torch.arange(6) % 3)
+        step = ws.compile(model, nn.functional.cross_entropy, sgd(model), batch, **options)
+        return [float(step(*batch)) for _ in range(3)], step
+
+    true, _ = losses()
+    Norms.ran.clear()
+    with registered(Norms, LoopReference):
+        found, step = losses(providers=["aten", "norms", "loops"], tune=False)
+        report = str(step.report())
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+    providers = [launch.provider for launch in step.plan().launches]
+    assert providers.count("norms") == 1 and providers.count("loops") > 2
+    assert Norms.ran.count((6, 8)) == 3
+    assert "norms" in report
