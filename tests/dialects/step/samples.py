@@ -300,6 +300,10 @@ for name in ("offload", "fetch"):
     sample(name, randn(3, 4))
     sample(name, randint(9, 4))
 
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+sample("layout", randn(2, 3, 4, 5), order=(0, 2, 3, 1))
+
 # ---- optimizers: operands follow from the declared fields ------------------------------------------------------------
 
 _OPTIONS = {"muon": dict(coefficients=[3.4445, -4.775, 2.0315])}
