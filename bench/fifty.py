@@ -221,7 +221,7 @@ def distance(found: dict[str, Any], one: str, other: str = "eager") -> float | N
 
 
 def verdict(found: dict[str, Any]) -> str:
-    ours, rounding = distance(found, "wholestep"), max(distance(found, k) or 0.0 for k in ("again", "float32"))
+    ours, rounding = distance(found, "wholestep"), max(distance(found, k) or 0.0 for k in ("again", "fp32"))
     if ours is None:
         return "not known"
     return "agrees" if ours <= max(TOLERANCE, TIMES * rounding) else "DISAGREES"

@@ -269,8 +269,12 @@ class Fuser:
             self.take_apart()
 
     def duplicate(self) -> None:
-        """A cheap op whose operand is no larger than its result is computed again by each of its readers."""
-        for op in list(self.block):
+        """A cheap op whose operands are no larger than its result is computed again by each of its readers.
+
+        Readers come before what they read, so that whole chains are: two kernels then read the 16-bit tensor at the
+        beginning of a chain instead of the f32 one at its end. Copies that meet in one kernel become one again there.
+        """
+        for op in reversed(list(self.block)):
             if op.definition.terminator or not self.is_cheap(op):
                 continue
             readers = [u for u in dict.fromkeys(op.results[0].uses) if self.is_fusible(u)]
@@ -284,7 +288,7 @@ class Fuser:
     def is_cheap(self, op: Op) -> bool:
         if op.name not in CHEAP or len(op.results) != 1 or len(op.results[0].uses) < 2 or not self.is_fusible(op):
             return False
-        return sum(v.type.bytes for v in op.operands) <= op.results[0].type.bytes
+        return len(op.results[0].uses) <= READERS and self.shrinks_backwards(op)
 
     # ---- joining -----------------------------------------------------------------------------------------------------
 
@@ -298,12 +302,15 @@ class Fuser:
         if self.recipe:
             return replay(self, self.recipe)
         join_forced(self, self.force)
-        for op in self.nodes:
-            if self.is_fusible(op):
-                for value in sorted(self.read(op), key=lambda v: -v.type.bytes):
-                    maker = value.op
-                    if maker in groups and self.is_fusible(maker) and groups[maker] is not groups[op]:
-                        self.try_join(groups[maker], groups[op], maker, op)
+        fusible = [op for op in self.nodes if self.is_fusible(op)]
+        #: they go with their reader rather than with what they read: it is smaller than what they make
+        self.waiting = {op for op in fusible if self.goes_with_reader(op)}
+        for op in fusible:
+            if op not in self.waiting:
+                self.join_makers(op)
+        for op in fusible:
+            if op in self.waiting and len(groups[op].members) == 1:
+                self.join_makers(op)
         self.join_siblings(self.nodes)
         if self.seconds is not None:
             self.join_products(self.nodes, self.seconds)
@@ -311,6 +318,33 @@ class Fuser:
             id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
         }
         return list(chosen.values())
+
+    def join_makers(self, op: Op) -> None:
+        """Joins an op with the kernels of what it reads, the largest first."""
+        for maker in self.makers(op):
+            if self.groups[maker] is not self.groups[op]:
+                self.try_join(self.groups[maker], self.groups[op], maker, op)
+
+    def makers(self, op: Op) -> list[Op]:
+        found: list[Op] = []
+        for value in sorted(self.read(op), key=lambda v: -v.type.bytes):
+            maker = value.op
+            if maker in self.groups and self.is_fusible(maker):
+                found.append(maker)
+                found += self.makers(maker) if maker in self.waiting else []
+        return list(dict.fromkeys(found))
+
+    def goes_with_reader(self, op: Op) -> bool:
+        readers = readers_of(op.results[0]) if op.name in CHEAP else []
+        if len(set(readers)) != 1 or readers[0] not in self.groups or not self.is_fusible(readers[0]):
+            return False
+        return self.shrinks_backwards(op)
+
+    def shrinks_backwards(self, op: Op) -> bool:
+        """Whether what an op reads is no larger than what it makes."""
+        made = op.results[0].type.bytes
+        large = {base(v) for v in op.operands if v.type.bytes * MUCH_SMALLER > made}
+        return sum(v.type.bytes for v in large) <= made
 
     def stands_alone(self, op: Op) -> bool:
         return self.alone(op) and any(r.uses for r in op.results) and not is_view(op)
@@ -488,6 +522,8 @@ CHEAP = frozenset(
     for n in ("cast", "neg", "abs", "relu", "add", "sub", "mul", "select", "lt", "le", "gt", "ge", "eq", "ne")
 )
 LARGE, NEAR, SMALLER = 1 << 16, 80, 4
+#: an operand so much smaller than a result does not count; an op with more readers is computed once
+MUCH_SMALLER, READERS = 16, 6
 
 
 def fuse(
