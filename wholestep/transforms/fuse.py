@@ -343,7 +343,7 @@ class Fuser:
     def shrinks_backwards(self, op: Op) -> bool:
         """Whether what an op reads is no larger than what it makes."""
         made = op.results[0].type.bytes
-        large = {base(v) for v in op.operands if v.type.bytes * MUCH_SMALLER > made}
+        large = {base(v) for v in op.operands if v.type.bytes * MUCH_SMALLER > made and v.type.size > 1}
         return sum(v.type.bytes for v in large) <= made
 
     def stands_alone(self, op: Op) -> bool:

@@ -190,7 +190,12 @@ def assert_right(errors: dict[str, float], least: int = 1) -> None:
 
 
 #: the list depends on the number of taps; on the stride only for the input gradient
-LISTS = [(part, k, 1) for part in PARTS for k in (3, 5, 7)] + [("input_grad", 3, 2), ("input_grad", 5, 2)]
+#: (the largest windows take long to interpret: one part of them)
+LISTS = [(part, k, 1) for part in PARTS for k in (3, 5)] + [
+    ("forward", 7, 1),
+    ("input_grad", 3, 2),
+    ("input_grad", 5, 2),
+]
 
 
 @pytest.mark.parametrize(("part", "k", "stride"), LISTS)

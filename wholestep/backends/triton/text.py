@@ -283,14 +283,16 @@ class Text:
     def load(self, op: Op) -> None:
         access = self.walk.accesses[op]
         axes = self.op_axes(op)
-        mask = self.mask(self.tiled(axes), self.guards(access))
+        guards = self.guards(access)
+        mask = self.mask(self.tiled(axes), guards)
         text = f"tl.load(p{access.argument} + ({self.offset(access)})"
+        text += f", mask={mask}, other=0)" if mask else ")"
         element = op.operands[0].type.element
-        outside = "float('nan')" if op.attributes["checked"] and element.kind == "float" else "0"
-        text += f", mask={mask}, other={outside})" if mask else ")"
         type = number_type(element)
         if element.kind == "float" and element.bits < 32:
             text += f".to({type})"
+        if op.attributes["checked"] and guards and element.kind == "float":  # (points beyond the tile stay 0)
+            text = f"tl.where({' & '.join(guards)}, {text}, float('nan'))"
         self.bind(op.results[0], Number(text, type))
 
     def store(self, op: Op) -> None:
