@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -254,8 +255,14 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
     names = options.providers
     if names is None and (default := os.environ.get("WHOLESTEP_PROVIDERS")):
         names = tuple(n.strip() for n in default.split(",") if n.strip())
-    providers = providers_for(device, names)
-    if options.level < 2 or all(p.name == "aten" for p in providers):
+    providers = []
+    for provider in providers_for(device, names) if options.level >= 2 else []:
+        lost = provider.absent()
+        if lost:
+            warnings.warn(lost, stacklevel=2)
+        else:
+            providers.append(provider)
+    if all(p.name == "aten" for p in providers):
         return None
     if step.choices is None:
         step.choices = choices_for(device, providers, options.tune)

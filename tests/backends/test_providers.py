@@ -12,6 +12,7 @@ from torch import nn
 import wholestep as ws
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import data, fresh, sgd
+from wholestep.backends import cpp
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import (
@@ -189,3 +190,14 @@ def test_a_provider_of_a_users_takes_ops_for_itself() -> None:
     assert providers.count("norms") == 1 and providers.count("loops") > 2
     assert Norms.ran.count((6, 8)) == 3
     assert "norms" in report
+
+
+def test_without_a_compiler_aten_runs_everything_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "working_compiler", lambda: "none was found")
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="no C\\+\\+ kernels are generated") as told:
+        batch = (torch.randn(3, 4), torch.randn(3, 2))
+        step = ws.compile(model, nn.MSELoss(), optimizer, batch, providers=["aten", "cpp"])
+    assert step.choices is None and {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}
+    assert len({str(w.message) for w in told}) == 1

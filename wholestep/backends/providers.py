@@ -93,6 +93,10 @@ class Provider(ABC):
     #: the module that writes several regions as one launch, of a provider that can
     batching: ClassVar[str] = ""
 
+    def absent(self) -> str:
+        """Empty where it can work on this machine, else what is lost without it, in one line."""
+        return ""
+
     def takes(self, op: Op) -> bool:
         """Whether an op is to be a region of its own for this provider, instead of being fused with its neighbours."""
         return False
@@ -239,14 +243,18 @@ class Triton(Generator):
     """Kernels that we generate for NVIDIA GPUs."""
 
     name, package, devices = "triton", "triton.generate", ("cuda",)
+    batching = "triton.batches"
+    #: modules with kernels that were written by hand for one kind of op
+    templates: ClassVar[tuple[str, ...]] = ("depthwise",)
+
+    def absent(self) -> str:
+        if importlib.util.find_spec("triton") is not None:
+            return ""
+        return "no GPU kernels are generated (the package triton is not installed): ATen runs everything op by op"
 
     def why_no_product(self, region: Region) -> str:
         family = importlib.import_module("wholestep.backends.triton.contraction")
         return family.why_not(region.kernel, region.specs)
-
-    batching = "triton.batches"
-    #: modules with kernels that were written by hand for one kind of op
-    templates: ClassVar[tuple[str, ...]] = ("depthwise",)
 
     @cached_property
     def written(self) -> list[Any]:
@@ -287,6 +295,9 @@ class Cpp(Generator):
 
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
+
+    def absent(self) -> str:
+        return self.code.missing()
 
 
 @register_provider
