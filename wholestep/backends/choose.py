@@ -11,9 +11,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from ..ir.core import Value
 from .providers import Launcher, Offer, Provider, Region, neutral_inputs, op_by_op
 from .store import Choice, Store, Timed, fingerprint
 
@@ -171,6 +173,9 @@ class Choices:
             return self.chosen(picked[0], timed) if picked else Chosen("aten", "aten", None, excluded=timed)
         if not own:
             return Chosen("aten", "aten", None, excluded=timed)
+        if looks_up_what_it_computes(region):
+            timed.append(Timed("all", 0.0, "not timed: it looks up by numbers that it computes"))
+            return Chosen("aten", "aten", None, excluded=timed)
         try:
             return self.fastest(region, usable, timed)
         except torch.OutOfMemoryError:
@@ -186,7 +191,13 @@ class Choices:
     def fastest(self, region: Region, usable: list[tuple[Provider, Offer, Launcher]], timed: list[Timed]) -> Chosen:
         reference = op_by_op(region)
         inputs = neutral_inputs(region, False)
-        wanted = reference(*inputs)
+        try:
+            wanted = reference(*inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # what was made up for operands does not suit the ops
+            timed.append(Timed("all", 0.0, f"not timed: {first_line(error)}"))
+            return Chosen("aten", "aten", None, excluded=timed)
         if any(bool(t.isnan().any()) for t in wanted if t.is_floating_point()):
             inputs = neutral_inputs(region, True)
             wanted = reference(*inputs)
@@ -273,6 +284,34 @@ def spoilt(tensor: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
     return tensor.copy_(wanted == 0)
+
+
+#: ops that hand on the integers they are given
+HAND_ON = ("step.cast", "step.select", "step.concat", "step.pad", "step.slice_grad")
+
+
+def looks_up_what_it_computes(region: Region) -> bool:
+    """Whether a region looks something up by numbers that it makes out of operands: made-up operands could then lead
+    outside of the table, which on a GPU ends the process."""
+
+    def known(value: Value, constant: bool = False) -> bool:
+        op = value.op
+        if op is None:
+            return not constant
+        if op.definition.views or op.name in HAND_ON:  # type: ignore[attr-defined]
+            return all(known(v, constant) for v in op.operands if v.type.element.kind == "int")
+        return all(known(v, True) for v in op.operands)  # computed from constants alone
+
+    for op in region.ops:
+        for name in ("indices", "index", "target"):
+            named = any(f.name == name for f in op.definition.operand_fields)
+            if named and not all(map(known, listed(getattr(op, name)))):
+                return True
+    return False
+
+
+def listed(value: Any) -> list[Value]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def rounds(region: Region) -> bool:

@@ -332,8 +332,21 @@ class Inductor(Provider):
         return torch.no_grad()(run)
 
 
+def smallest_table(region: Region) -> int:
+    """How many entries the smallest table has that a region looks something up in."""
+    sizes = [2]
+    for op in region.ops:
+        if op.name == "step.embedding":
+            sizes.append(op.weight.type.shape[0])
+        elif op.name == "step.gather":
+            sizes.append(op.x.type.shape[op.dim])
+        elif op.name in ("step.cross_entropy", "step.cross_entropy_grad", "step.nll_loss"):
+            sizes.append(op.x.type.shape[min(1, op.x.type.rank - 1)])
+    return min(sizes)
+
+
 def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
-    """Operands to try a region with. Numbers that are looked up by are 0 or 1, which every table has."""
+    """Operands to try a region with. Integers are 0, or 1 where every table that is looked up in has that."""
     generator = torch.Generator(device=region.device).manual_seed(1)
     found = []
     for spec in region.operands:
@@ -342,7 +355,8 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
         if spec.dtype.is_floating_point:
             flat.uniform_(0.05, 1.05, generator=generator) if positive else flat.normal_(generator=generator)
         else:
-            flat.copy_(torch.randint(0, 2, (span,), generator=generator, device=region.device))
+            top = min(2, smallest_table(region))
+            flat.copy_(torch.randint(0, top, (span,), generator=generator, device=region.device))
         found.append(flat.as_strided(spec.shape, spec.strides))
     return found
 
