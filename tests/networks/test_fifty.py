@@ -29,7 +29,7 @@ AMPLIFIED = {"resnet50": 2e-2}
 #: how many times autocast's distance from fp32 we may be away from autocast, and a floor under it
 TIMES, FLOOR = 2.0, 5e-4
 #: networks that run in bf16 too: building kernels takes long
-GENERATED_LOW = ("gpt2", "resnet50", "wavenet", "dlrm")
+GENERATED_LOW = ("gpt2", "resnet50")
 #: share of its loss that a network must lose: where nothing is learned nothing is compared
 LEARNED = {"resnet50": 0.1, "efficientnet_b0": 0.03}
 
