@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..dialects.loop import NoSchedule, Schedule, schedule
-from ..dialects.step.base import StepOp
+from ..dialects.loop import NoSchedule, Schedule, Store, schedule, varying
 from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
@@ -209,8 +208,6 @@ def trailing(walk: Schedule) -> bool:
 
 def comes_back(kernel: Op, walk: Schedule) -> bool:
     """Whether some store along the row needs a reduction over it first."""
-    from ..dialects.loop import Store, varying
-
     dims = varying(kernel)
     row = set(walk.row)
     behind: set[Value] = set()
@@ -232,10 +229,6 @@ def could_be_pieces(op: Op) -> bool:
     finish_function(function, copy.results)
     expand_where(function, lambda o: has_expansion(o) and not is_primitive(o))
     return all(o.definition.terminator or is_primitive(o) for o in block)
-
-
-def is_step(op: Op) -> bool:
-    return issubclass(op.definition, StepOp)
 
 
 def values_of(ops: Sequence[Op]) -> list[Value]:
