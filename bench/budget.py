@@ -1,19 +1,21 @@
 """Time against memory: memory_budget beside activation checkpointing and torch.compile's own memory budget.
 
 Run where there is a GPU: `python bench/budget.py --device cuda [--out DIR]` (GPT-2 8x1024 and ResNet-50 @ 256 in bf16);
-without arguments tiny models on the CPU. Steps of all systems alternate. bench/results/budget.md holds the record.
+without arguments tiny models on the CPU. Every system has a process of its own: torch.compile would use a program again
+that it has compiled for another budget. They get ready at once and are measured in turns, one at a time.
+bench/results/budget.md holds the record.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import pathlib
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import wholestep as ws  # noqa: E402
+from bench.turns import Contender, own_command, race, serve  # noqa: E402
 from wholestep.machine.describe import describe, usable_cores  # noqa: E402
 
 Step = Callable[[], torch.Tensor]
@@ -34,7 +37,9 @@ Step = Callable[[], torch.Tensor]
 BUDGETS = (1.0, 0.85, 0.7, 0.55)
 #: torch's own setting: 1 keeps what its partitioner likes, 0 keeps the inputs alone
 TORCH_BUDGETS = (1.0, 0.6, 0.3, 0.1)
-WARM_UP, ROUNDS = 3, 10
+WARM_UP, TURNS, STEPS = 3, 3, 5
+#: budgets whose peaks differ by less than this share were not different budgets
+SAME_PEAK = 0.01
 COLOURS = {"wholestep": "#1b66c9", "checkpoint": "#d95f02", "torch.compile": "#2a9d4a", "eager": "#999999"}
 
 
@@ -120,24 +125,26 @@ def wholestep_step(network: Network, budget: float, notes: dict[str, Any]) -> St
 
 
 def compiled_step(network: Network, budget: float) -> Step:
-    """torch.compile of the model with torch's own memory budget; it is read when the first step compiles."""
-    step = torch_step(network, lambda model: torch.compile(model, dynamic=False))
-    with functorch_config.patch(activation_memory_budget=budget):
-        step()
-    return step
+    """torch.compile of the model with torch's own memory budget, which is read while it compiles."""
+    torch._dynamo.reset()
+    functorch_config.activation_memory_budget = budget
+    return torch_step(network, lambda model: torch.compile(model, dynamic=False))
 
 
-def systems(network: Network) -> dict[str, Callable[[dict[str, Any]], Step]]:
-    """Every configuration by its name; making one may fail, which is recorded."""
-    found: dict[str, Callable[[dict[str, Any]], Step]] = {
-        "eager": lambda notes: torch_step(network),
-        "checkpoint every block": lambda notes: torch_step(network, parts=True),
-    }
-    for share in BUDGETS:
-        found[f"wholestep {share:g}"] = lambda notes, share=share: wholestep_step(network, share, notes)  # type: ignore[misc]
-    for share in TORCH_BUDGETS:
-        found[f"torch.compile {share:g}"] = lambda notes, share=share: compiled_step(network, share)  # type: ignore[misc]
-    return found
+def systems() -> list[str]:
+    """The name of every configuration."""
+    budgets = [f"wholestep {share:g}" for share in BUDGETS] + [f"torch.compile {share:g}" for share in TORCH_BUDGETS]
+    return ["eager", "checkpoint every block", *budgets]
+
+
+def make(name: str, network: Network, notes: dict[str, Any]) -> Step:
+    """A step of a configuration, ready for its first call."""
+    kind, _, budget = name.partition(" ")
+    if kind == "wholestep":
+        return wholestep_step(network, float(budget), notes)
+    if kind == "torch.compile":
+        return compiled_step(network, float(budget))
+    return torch_step(network, parts=kind == "checkpoint")
 
 
 def wait(device: str) -> None:
@@ -153,58 +160,70 @@ def timed(step: Step, device: str) -> float:
     return time.perf_counter() - start
 
 
-def failure(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:400]
-
-
-def peak_of(make: Callable[[dict[str, Any]], Step], device: str, row: dict[str, Any]) -> Step:
-    """A step made and warmed up; its peak over two steps, counted from what was there before the system was made."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
+def prepare(name: str, network: Network) -> tuple[dict[str, Any], Step]:
+    """A step made and warmed up; its peak over two steps, less what was there before the system was made."""
+    cuda = network.device == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    row: dict[str, Any] = {}
     start = time.perf_counter()
-    step = make(row)
-    for _ in range(WARM_UP):
-        step()
-    wait(device)
-    row["make_seconds"] = time.perf_counter() - start
-    if device == "cuda":
+    step = make(name, network, row)
+    losses = [float(step()) for _ in range(WARM_UP)]
+    wait(network.device)
+    row |= {"make_seconds": time.perf_counter() - start, "loss": losses[-1], "what": network.what}
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
         step()
         step()
-        wait(device)
+        wait(network.device)
         row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    return step
+    return row, step
 
 
-def measure(network: Network, seconds: float) -> dict[str, Any]:
-    """All systems of one network: peak of each alone, then steps in turn. Systems that do not fit together are said."""
+def run_contender(options: argparse.Namespace) -> None:
+    """The body of a contender: one configuration of one network."""
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+
+    def ready() -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+        network = Network(options.network[0], options.device, small=options.device == "cpu")
+        row, step = prepare(options.contender, network)
+        return row, lambda: {"ms": [timed(step, options.device) * 1e3 for _ in range(STEPS)]}
+
+    serve(options.folder, ready, sys.stdin)
+
+
+def measure(network: str, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All configurations of one network."""
+    deadline = time.time() + options.seconds
     rows: dict[str, Any] = {}
-    steps: dict[str, Step] = {}
-    deadline = time.perf_counter() + seconds
-    for name, make in systems(network).items():
-        row = rows[name] = {}
-        if time.perf_counter() > deadline:
-            row["failed"] = "not tried: the time for this network was over"
-            continue
-        try:
-            steps[name] = peak_of(make, network.device, row)
-        except Exception as error:  # a baseline that breaks is a result
-            row["failed"] = failure(error)
-        print(network.name, name, json.dumps(row), flush=True)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in list(steps.items()):
-            try:
-                times[name].append(timed(step, network.device))
-            except Exception as error:
-                rows[name]["failed"] = failure(error)
-                del steps[name]
-    for name in steps:
-        rows[name]["ms"] = statistics.median(times[name]) * 1e3
-        rows[name]["ms_all"] = [t * 1e3 for t in times[name]]
-    return {"what": network.what, "rows": rows}
+    with tempfile.TemporaryDirectory() as folder:
+        makers: dict[str, Callable[[], Contender]] = {}
+        for number, name in enumerate(names):
+            command = own_command(__file__, "--device", options.device, "--network", network, "--contender", name)
+            place = pathlib.Path(folder) / str(number)
+            environ = {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+            makers[name] = lambda name=name, command=command, place=place, environ=environ: Contender(  # type: ignore[misc]
+                name, command, place, environ
+            )
+        ready_by = time.time() + 0.6 * options.seconds
+        # our kernels are chosen by their measured times: nobody else may use the GPU meanwhile
+        found = race(makers, TURNS, ready_by, deadline, quiet=lambda name: name.startswith("wholestep"))
+    what = network
+    for name, row in found.items():
+        times = [t for turn in row.pop("turns") for t in turn["ms"]]
+        what = row.pop("what", what)
+        if "error" in row:
+            row["failed"] = row.pop("error")
+        elif times:
+            row |= {"ms": statistics.median(times), "ms_all": times}
+        rows[name] = row
+    return {"what": what, "rows": rows, "varies": varies(rows)}
+
+
+def varies(rows: dict[str, Any]) -> bool | None:
+    """Whether torch.compile's peaks differ with its budget; None where they were not measured."""
+    peaks = [r["peak_bytes"] for name, r in rows.items() if name.startswith("torch.compile") and "peak_bytes" in r]
+    return None if len(peaks) < 2 else max(peaks) > (1 + SAME_PEAK) * min(peaks)
 
 
 def memory_of(row: dict[str, Any]) -> int | None:
@@ -258,9 +277,10 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Time against memory",
         "",
-        f"`{record['command']}` on {record['machine']}, torch {record['torch']}, Python {record['python']}. bf16; all "
-        f"systems alternate, median of {ROUNDS} steps. Memory: `torch.cuda.max_memory_allocated` less what was there "
-        "before the system was made; the plan's own peak beside it.",
+        f"`{record['command']}` on {record['machine']}, torch {record['torch']}, Python {record['python']}. bf16; "
+        f"every system in a process of its own, median of {TURNS * STEPS} steps in {TURNS} turns. Memory: "
+        "`torch.cuda.max_memory_allocated` less what was there before the system was made; the plan's own peak beside "
+        "it.",
         "",
         "*wholestep* x: `memory_budget=x`, a share of its peak without one. *torch.compile* x: torch's "
         "`activation_memory_budget`. *checkpoint every block*: `torch.utils.checkpoint` on each transformer block or "
@@ -275,6 +295,8 @@ def page(record: dict[str, Any]) -> str:
                 continue
             cells = [f"{row[k] / 1e9:.3f}" if k in row else "" for k in ("peak_bytes", "planned_peak")]
             lines.append(f"| {system} | {row['ms']:.2f} | {cells[0]} | {cells[1]} | {row['make_seconds']:.1f} |")
+        if network.get("varies") is False:
+            lines += ["", "torch.compile's peaks do not differ with its budget: these rows are no measurement of it."]
         lines += ["", f"![{name}](budget_{name}.svg)"]
     return "\n".join(lines) + "\n"
 
@@ -284,10 +306,14 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--network", action="append", choices=("gpt2", "resnet50"), help="one of them alone")
-    parser.add_argument("--seconds", type=float, default=130.0, help="per network: no system is begun after that")
+    parser.add_argument("--only", nargs="+", help=f"systems, of {', '.join(systems())}")
+    parser.add_argument("--seconds", type=float, default=90.0, help="limit per network")
+    parser.add_argument("--contender", choices=systems(), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+    if options.contender:
+        run_contender(options)
+        return
     here = describe()
     machine = here.cuda[0].name if options.device == "cuda" else f"{here.cpu}, {usable_cores()} cores"
     record: dict[str, Any] = {
@@ -298,12 +324,22 @@ def main() -> None:
         "networks": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "budget.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if all(before.get(key) == record[key] for key in ("machine", "torch", "python")):
+        record["networks"] = before["networks"]  # what is not measured again stays
     for name in options.network or ("gpt2", "resnet50"):
-        network = Network(name, options.device, small=options.device == "cpu")
-        record["networks"][name] = found = measure(network, options.seconds)
+        found = measure(name, options.only or systems(), options)
+        if options.only and name in record["networks"]:
+            rows = record["networks"][name]["rows"] | found["rows"]
+            found = {"what": found["what"], "rows": rows, "varies": varies(rows)}
+        record["networks"][name] = found
         (options.out / f"budget_{name}.svg").write_text(plot(found["what"], found["rows"]))
-        (options.out / "budget.json").write_text(json.dumps(record, indent=1) + "\n")
+        file.write_text(json.dumps(record, indent=1) + "\n")
         (options.out / "budget.md").write_text(page(record))
+        print(
+            json.dumps({n: {k: v for k, v in r.items() if k != "ms_all"} for n, r in found["rows"].items()}, indent=1)
+        )
 
 
 if __name__ == "__main__":

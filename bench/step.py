@@ -1,8 +1,8 @@
-"""Training steps against eager PyTorch and torch.compile: time, host time and peak memory, in one run.
+"""Training steps against eager PyTorch and torch.compile: time, host time and peak memory.
 
-Run where there is a GPU: `python bench/step.py [--out DIR]`; `--small` is a dry run on the CPU. Time and host time: one
-process per workload in which all systems take turns. Memory: a process of its own per workload and system. The memory
-processes run first, a few at once, and fill the caches of torch.compile. bench/results/step.md holds the record.
+Run where there is a GPU: `python bench/step.py [--only gpt2:8x1024] [--out DIR]`; `--small` is a dry run on the CPU.
+Each system has a process of its own; those of a workload get ready at once and are measured in turns, one at a time.
+What was measured before stays in the record (bench/results/step.json) until it is measured again.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import argparse
 import copy
 import gc
 import json
-import os
 import pathlib
 import platform
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +27,19 @@ from torch import nn
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SYSTEMS = ("eager", "compile", "reduce-overhead", "wholestep")
+from bench.turns import Contender, describe, own_command, race, serve  # noqa: E402
+
+SYSTEMS = ("eager", "compile", "reduce-overhead", "wholestep-aten", "wholestep")
 WORKLOADS = ("gpt2:8x1024", "gpt2:1x1024", "bert:16x512", "resnet:256")
 SMALL = ("gpt2:2x16", "bert:2x16", "resnet:2")
-#: GB that a memory process of a full-size workload may need: how many run at once
-GIGABYTES = {"gpt2:8x1024": 30, "gpt2:1x1024": 8, "bert:16x512": 30, "resnet:256": 35}
-ROOM = 120
+#: workloads whose systems fit into the memory of a GPU together
+WAVES = (("gpt2:8x1024", "gpt2:1x1024"), ("bert:16x512",), ("resnet:256",))
 #: relative difference of the loss after three steps in bf16 that counts as agreement
 TOLERANCE = 0.02
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[], torch.Tensor]
+Found = dict[str, Any]
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
@@ -122,10 +120,12 @@ def make(system: str, given: Workload, device: str, compile_optimizer: bool = Tr
     """A training step on a copy of the model. The first call of the step may still compile."""
     start = time.perf_counter()
     model = copy.deepcopy(given.model)
-    if system == "wholestep":
+    if system.startswith("wholestep"):
         import wholestep as ws
 
-        step = ws.compile(model, lambda m, **b: m(**b).loss, given.optimizer(model), given.batch, precision="bf16")
+        who = {"providers": ["aten"]} if system == "wholestep-aten" else {}
+        optimizer = given.optimizer(model)
+        step = ws.compile(model, lambda m, **b: m(**b).loss, optimizer, given.batch, precision="bf16", **who)
         notes: dict[str, Any] = {"optimizer": "in the step", "compile_seconds": time.perf_counter() - start}
         return Made(lambda: step(**given.batch), notes, step)
     autocast = lambda: torch.autocast(device, torch.bfloat16)  # noqa: E731
@@ -170,11 +170,6 @@ def make(system: str, given: Workload, device: str, compile_optimizer: bool = Tr
     return Made(compiled, notes)
 
 
-def describe(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -210,274 +205,191 @@ def host_seconds(step: Step, device: str) -> float:
     return spent
 
 
-class Rounds:
-    """Systems that take turns; keeps what was found of each, ready to be written down at any time."""
-
-    def __init__(self, given: Workload, device: str, deadline: float, keep: Callable[[dict[str, Any]], None]):
-        self.given, self.device, self.deadline, self.keep = given, device, deadline, keep
-        self.made: dict[str, Made] = {}
-        self.found: dict[str, Any] = {}
-
-    def prepare(self, system: str, compile_optimizer: bool) -> None:
-        """Compiles a system and takes its first three steps."""
-        start = time.perf_counter()
-        if time.time() > self.deadline:
-            self.found[system] = {"error": "not run: no time left"}
-            return
-        try:
-            ready = make(system, self.given, self.device, compile_optimizer)
-            losses = [float(ready.step()) for _ in range(3)]
-            wait(self.device)
-        except Exception as error:
-            traceback.print_exc()
-            self.found[system] = {"error": describe(error)}
-            return
-        seconds = time.perf_counter() - start
-        self.found[system] = found = ready.notes | {"losses": losses, "first_steps_seconds": seconds}
-        self.made[system] = ready
-        if "losses" in self.found.get("eager", {}):
-            wanted = self.found["eager"]["losses"][-1]
-            found["loss_difference"] = abs(losses[-1] - wanted) / abs(wanted)
-            found["agrees"] = found["loss_difference"] <= TOLERANCE
-        print(f"  {system}: losses {losses}, ready after {seconds:.1f} s", flush=True)
-
-    def measure(self, rounds: int) -> None:
-        times: dict[str, list[float]] = {system: [] for system in self.made}
-        host: dict[str, list[float]] = {system: [] for system in self.made}
-        for ready in self.made.values():  # warm: clocks, autotuning, CUDA graphs
-            seconds_of(ready.step, 5, self.device)
-        for number in range(rounds):
-            if number >= 3 and time.time() > self.deadline:
-                break
-            for system, ready in self.made.items():
-                times[system].append(seconds_of(ready.step, 5, self.device))
-                host[system] += [host_seconds(ready.step, self.device) for _ in range(3)]
-        for system in self.made:
-            ordered = sorted(times[system])
-            self.found[system] |= {
-                "ms": statistics.median(ordered) * 1e3,
-                "ms_quartiles": [ordered[len(ordered) // 4] * 1e3, ordered[len(ordered) * 3 // 4] * 1e3],
-                "host_us": statistics.median(host[system]) * 1e6,
-                "rounds": len(ordered),
-                "in_turns_with": [other for other in self.made if other != system],
-            }
-            print(
-                f"  {system}: {self.found[system]['ms']:.3f} ms, host {self.found[system]['host_us']:.0f} us",
-                flush=True,
-            )
-        self.keep(self.result())
-
-    def result(self) -> dict[str, Any]:
-        return {"what": self.given.what, "systems": self.found}
+def queued_seconds(step: Step, steps: int, device: str) -> float:
+    """Seconds per call of several steps that are called without waiting for them."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    spent = (time.perf_counter() - start) / steps
+    wait(device)
+    return spent
 
 
-def measure_time(
-    given: Workload,
-    systems: list[str],
-    device: str,
-    deadline: float,
-    rounds: int,
-    compile_optimizer: bool = True,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
-) -> dict[str, Any]:
-    """All systems in turns. A few rounds without torch.compile come first, in case its compilation takes too long."""
-    turns = Rounds(given, device, deadline, keep)
-    slow = [system for system in systems if system in ("compile", "reduce-overhead")]
-    for system in [s for s in systems if s not in slow]:
-        turns.prepare(system, compile_optimizer)
-    if slow and turns.made:
-        turns.measure(3)
-    for system in slow:
-        turns.prepare(system, compile_optimizer)
-    turns.measure(rounds)
-    return turns.result()
-
-
-def measure_memory(given: Workload, system: str, device: str, compile_optimizer: bool = True) -> dict[str, Any]:
-    """Peak memory of one system, alone in its process: of warm steps, and of everything up to then."""
-    found: dict[str, Any] = {}
-    cuda = device == "cuda"
+def prepare(given: Workload, system: str, device: str, compile_optimizer: bool = True) -> tuple[Found, Step]:
+    """A system with its first three steps behind it, and what they showed: losses, and the peak of three more."""
+    start = time.perf_counter()
     ready = make(system, given, device, compile_optimizer)
     given.model.to("meta")  # the system has its own copy
     gc.collect()
-    found |= ready.notes
-    for _ in range(3):
-        ready.step()
+    losses = [float(ready.step()) for _ in range(3)]
     wait(device)
-    if cuda:
+    found: Found = {"losses": losses, "first_steps_seconds": time.perf_counter() - start}
+    if device == "cuda":
         found["allocated_from_start"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         ready.step()
     wait(device)
-    if cuda:
+    if device == "cuda":
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
-        free, total = torch.cuda.mem_get_info()
-        found["device_in_use_by_all"] = total - free
     if ready.ours is not None:
         plan = ready.ours.plan()
         found |= {"planned": plan.peak, "arena": plan.arena, "launches": len(plan.launches)}
-    return found
+    return found | ready.notes, ready.step
+
+
+def measure(step: Step, device: str) -> Found:
+    """One turn: step time, host time with an empty queue, host time per call of several in a row."""
+    step()
+    return {
+        "ms": [seconds_of(step, 5, device) * 1e3 for _ in range(2)],
+        "host_us": [host_seconds(step, device) * 1e6 for _ in range(5)],
+        "queued_us": queued_seconds(step, 10, device) * 1e6,
+    }
+
+
+def summary(found: Found, eager: Found) -> Found:
+    """The row of a system: medians over its turns, and its loss beside eager's."""
+    turns = found.pop("turns", [])
+    row = dict(found)
+    if turns:
+        times = sorted(t for turn in turns for t in turn["ms"])
+        row |= {
+            "ms": statistics.median(times),
+            "ms_quartiles": [times[len(times) // 4], times[len(times) * 3 // 4]],
+            "host_us": statistics.median(t for turn in turns for t in turn["host_us"]),
+            "queued_us": statistics.median(turn["queued_us"] for turn in turns),
+            "turns": len(turns),
+        }
+    if row.get("losses") and eager.get("losses"):
+        wanted = eager["losses"][-1]
+        row["loss_difference"] = abs(row["losses"][-1] - wanted) / abs(wanted)
+        row["agrees"] = row["loss_difference"] <= TOLERANCE
+    return row
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-class Child:
-    """One measurement in a process of its own, with a time limit. What it found is in a file."""
+def run_contender(options: argparse.Namespace) -> None:
+    """The body of a contender: one system of one workload."""
+    name, system = options.contender
+    compile_optimizer = not options.fused_optimizer
 
-    def __init__(self, job: str, name: str, system: str, options: argparse.Namespace, folder: str, limit: float):
-        self.job, self.name, self.system = job, name, system
-        self.result = pathlib.Path(folder) / f"{job}-{name.replace(':', '-')}-{system}.json"
-        self.log = self.result.with_suffix(".log")
-        self.deadline = time.time() + limit
-        command = [sys.executable, __file__, "--job", job, "--workloads", name, "--systems", system]
-        command += ["--result", str(self.result), "--seconds", str(limit), "--rounds", str(options.rounds)]
-        flags = ("small", "channels_last", "fused_optimizer")
-        command += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(options, flag)]
-        command += ["--device", options.device]
-        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": options.cache, "PYTHONUNBUFFERED": "1"}
-        environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-        self.process = subprocess.Popen(
-            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environ, start_new_session=True
-        )
+    def ready() -> tuple[Found, Callable[[], Found]]:
+        torch.manual_seed(0)
+        given = workload(name, options.device, options.small, channels_last=not options.rows_last)
+        found, step = prepare(given, system, options.device, compile_optimizer)
+        return found | {"what": given.what}, lambda: measure(step, options.device)
 
-    def done(self) -> bool:
-        """Whether it has ended; one that is over its time is ended."""
-        if self.process.poll() is None and time.time() > self.deadline:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        return self.process.poll() is not None
-
-    def found(self) -> dict[str, Any]:
-        if self.result.exists():
-            return json.loads(self.result.read_text())
-        tail = self.log.read_text()[-1500:]
-        print(tail, flush=True)
-        why = "over its time limit" if time.time() > self.deadline else f"exit code {self.process.returncode}"
-        return {"error": f"{why}: {(tail.strip().splitlines() or [''])[-1][:300]}"}
+    serve(options.folder, ready, sys.stdin)
 
 
-def run_child(options: argparse.Namespace) -> None:
-    """The body of a child: one job, its result as JSON."""
-    deadline = time.time() + 0.8 * options.seconds
-    torch.manual_seed(0)
-    try:
-        given = workload(options.workloads[0], options.device, options.small, options.channels_last)
-        if options.job == "memory":
-            found = measure_memory(given, options.systems[0], options.device, not options.fused_optimizer)
-        else:
-            found = measure_time(
-                given,
-                options.systems,
-                options.device,
-                deadline,
-                options.rounds,
-                not options.fused_optimizer,
-                lambda so_far: options.result.write_text(json.dumps(so_far)),
+def run_wave(names: list[str], options: argparse.Namespace, folder: pathlib.Path, deadline: float) -> dict[str, Found]:
+    """All systems of some workloads: by workload, a row per system."""
+    flags = [f"--{f.replace('_', '-')}" for f in ("small", "rows_last", "fused_optimizer") if getattr(options, f)]
+    environ = {"TORCHINDUCTOR_COMPILE_THREADS": str(options.threads)}
+    makers: dict[str, Callable[[], Contender]] = {}
+    for name in names:
+        for system in options.systems:
+            command = own_command(__file__, "--contender", name, system, "--device", options.device, *flags)
+            place = folder / f"{name.replace(':', '-')}-{system}"
+            cache = {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
+            full = f"{name} {system}"
+            makers[full] = lambda full=full, command=command, place=place, cache=cache: Contender(  # type: ignore[misc]
+                full, command, place, environ | cache
             )
-    except Exception as error:
-        traceback.print_exc()
-        found = {"error": describe(error)}
-    options.result.write_text(json.dumps(found))
+    ready_by = min(deadline, time.time() + options.ready)
+    # our kernels are chosen by their measured times: nobody else may use the GPU meanwhile
+    found = race(makers, options.turns, ready_by, deadline, quiet=lambda full: full.endswith(" wholestep"))
+    rows: dict[str, Found] = {}
+    for name in names:
+        eager = dict(found.get(f"{name} eager", {}))
+        systems = {system: summary(found[f"{name} {system}"], eager) for system in options.systems}
+        whats = [row.pop("what") for row in systems.values() if "what" in row]
+        rows[name] = {"what": whats[0] if whats else name, "systems": systems}
+    return rows
 
 
-def memory_children(options: argparse.Namespace, folder: str, record: dict[str, Any], deadline: float) -> None:
-    """Peak memory of every system, a few processes at once."""
-    waiting = [(name, system) for name in options.workloads for system in options.systems]
-    running: list[Child] = []
-    while waiting or running:
-        for child in [c for c in running if c.done()]:
-            running.remove(child)
-            found = record["memory"].setdefault(child.name, {})[child.system] = child.found()
-            gone = f"{time.time() - record['started']:.0f} s"
-            shown = found.get("error") or f"{found.get('allocated', 0) / 1e9:.2f} GB"
-            print(f"[{gone}] memory {child.name} {child.system}: {shown}", flush=True)
-            save(options, record)
-        if waiting:
-            name, system = waiting[0]
-            needed = GIGABYTES.get(name, 1)
-            taken = sum(GIGABYTES.get(c.name, 1) for c in running)
-            left = deadline - time.time()
-            if left < 10:
-                for name, system in waiting:
-                    record["memory"].setdefault(name, {})[system] = {"error": "not run: no time left"}
-                waiting.clear()
-            elif not running or (len(running) < options.parallel and taken + needed <= ROOM):
-                waiting.pop(0)
-                running.append(Child("memory", name, system, options, folder, left))
-                continue
-        time.sleep(0.2)
+# ---- the record ------------------------------------------------------------------------------------------------------
+
+SAME = ("machine", "torch", "transformers", "python")
 
 
-def keep_others(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Workloads that are not asked for keep what was measured before on this machine."""
-    file = options.out / "step.json"
-    if not file.exists():
-        return
-    before = json.loads(file.read_text())
-    if any(before[key] != record[key] for key in ("machine", "torch", "transformers", "python")):
-        return
-    for part in ("time", "memory"):
-        again = options.workloads if part == "time" or not options.skip_memory else []
-        record[part] = {name: found for name, found in before[part].items() if name not in again}
+def merged(record: Found, file: pathlib.Path) -> Found:
+    """The record with what an earlier run on this machine has measured."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if "workloads" not in before or any(before.get(key) != record[key] for key in SAME):
+        return record
+    workloads: Found = copy.deepcopy(before["workloads"])
+    for name, found in record["workloads"].items():
+        kept = workloads.setdefault(name, {"systems": {}})
+        kept["what"] = found["what"]
+        kept["systems"] |= found["systems"]
+    return record | {"workloads": workloads}
 
 
-def save(options: argparse.Namespace, record: dict[str, Any]) -> None:
+def save(options: argparse.Namespace, record: Found) -> Found:
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "step.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "step.md").write_text(page(record))
+    whole = merged(record, options.out / "step.json")
+    (options.out / "step.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (options.out / "step.md").write_text(page(whole))
+    return whole
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(record: dict[str, Any]) -> str:
+def page(record: Found) -> str:
     lines = [
         "# Training steps against eager PyTorch and torch.compile",
         "",
-        f"`{record['command']}` on {record['machine']}, torch {record['torch']}, transformers "
+        f"`python bench/step.py` on {record['machine']}, torch {record['torch']}, transformers "
         f"{record['transformers']}, Python {record['python']}.",
         "",
-        'bf16: autocast for eager and torch.compile, `precision="bf16"` for Wholestep. Step time: CUDA events over 5 '
-        "steps, median over rounds in which all systems take turns in one process. Host time: from the call of a step "
-        "to its return, with an empty queue. Memory: `max_memory_allocated` (and reserved) over warm steps, each "
-        "system alone in its process. Loss: relative difference from eager after three steps from the same start. "
-        "torch.compile starts from its warm caches here, Wholestep has none.",
+        'bf16: autocast for eager and torch.compile, `precision="bf16"` for Wholestep; *wholestep-aten* has '
+        '`providers=["aten"]`, *wholestep* what it takes by itself. Each system has a process of its own; they are '
+        "measured in turns, one at a time. Step time: CUDA events over 5 steps in a row, median. Host time: from the "
+        "call of a step to its return with an empty queue (*alone*), and per call of 10 in a row (*in a row*, where a "
+        "full queue makes the host wait). Memory: `max_memory_allocated` (and reserved) over warm steps. Loss: "
+        "relative difference from eager after three steps from the same start. Ready: seconds until the third step was "
+        "over, with cold caches and the other systems of the workload getting ready at the same time (*wholestep* "
+        "alone).",
     ]
-    for name in dict.fromkeys([*record["time"], *record["memory"]]):
-        timed, memory = record["time"].get(name, {}), record["memory"].get(name, {})
-        lines += ["", f"## {timed.get('what') or name}", ""]
-        if timed.get("command", record["command"]) != record["command"]:
-            lines += [f"Measured before, by `{timed['command']}`.", ""]
-        if "error" in timed:
-            lines += [f"Timing failed: {timed['error']}", ""]
+    for found in record["workloads"].values():
         lines += [
-            "| system | ms per step | quartiles | host us | peak GB | reserved GB | loss | optimizer |",
-            "|---|---|---|---|---|---|---|---|",
+            "",
+            f"## {found['what']}",
+            "",
+            "| system | ms per step | quartiles | host us alone | in a row | peak GB | reserved GB | loss | ready s | "
+            "optimizer |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for system in SYSTEMS:
-            row, used = timed.get("systems", {}).get(system), memory.get(system, {})
-            if row is None and not used:
-                continue
-            row = row or {}
-            errors = [e for e in (row.get("error"), used.get("error")) if e]
+        for system in [s for s in SYSTEMS if s in found["systems"]]:
+            row = found["systems"][system]
             low, high = row.get("ms_quartiles", (None, None))
             lines.append(
                 f"| {system} | {number(row.get('ms'), 2)} | {number(low, 2)} to {number(high, 2)} | "
-                f"{number(row.get('host_us'), 0)} | {number(used.get('allocated'), 2, 1e9)} | "
-                f"{number(used.get('reserved'), 2, 1e9)} | {loss_text(row)} | "
-                f"{'; '.join(errors) or row.get('optimizer') or used.get('optimizer', '')} |"
+                f"{number(row.get('host_us'), 0)} | {number(row.get('queued_us'), 0)} | "
+                f"{number(row.get('allocated'), 2, 1e9)} | {number(row.get('reserved'), 2, 1e9)} | {loss_text(row)} | "
+                f"{number(row.get('first_steps_seconds'), 1)} | "
+                f"{'; '.join(str(row[k]) for k in ('error', 'optimizer') if k in row)} |"
             )
-        ours, timed_ours = memory.get("wholestep", {}), timed.get("systems", {}).get("wholestep", {})
-        if ours.get("planned") and ours.get("allocated"):
-            lines += [
-                "",
-                f"Wholestep: planned peak {ours['planned'] / 1e9:.3f} GB, measured {ours['allocated'] / 1e9:.3f} GB "
-                f"({ours['allocated'] / ours['planned'] - 1:+.2%}), arena {ours['arena'] / 1e9:.3f} GB, "
-                f"{ours['launches']} launches; compiled in {number(timed_ours.get('compile_seconds'), 1)} s.",
-            ]
+        for system, row in found["systems"].items():
+            if "planned" in row:
+                measured = row.get("allocated")
+                beside = (
+                    ""
+                    if measured is None
+                    else f", measured {measured / 1e9:.3f} GB ({measured / row['planned'] - 1:+.2%})"
+                )
+                lines += [
+                    "",
+                    f"{system}: planned peak {row['planned'] / 1e9:.3f} GB{beside}, arena {row['arena'] / 1e9:.3f} GB, "
+                    f"{row['launches']} launches; compiled in {number(row.get('compile_seconds'), 1)} s.",
+                ]
     return "\n".join(lines) + "\n"
 
 
@@ -495,62 +407,49 @@ def main(arguments: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--workloads", nargs="+", help=f"like {' '.join(WORKLOADS)}")
+    parser.add_argument("--only", nargs="+", help=f"workloads, like {' '.join(WORKLOADS)}")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--small", action="store_true", help="tiny networks: a dry run")
-    parser.add_argument("--channels-last", action="store_true", help="convolution networks and images channels last")
+    parser.add_argument("--rows-last", action="store_true", help="images and kernels as torch lays them out by itself")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=400, help="limit for everything")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--parallel", type=int, default=6, help="memory processes at once")
-    parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "wholestep-bench-inductor"))
+    parser.add_argument("--ready", type=float, default=120, help="seconds in which a system must get ready")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=4, help="compiling threads of each torch.compile")
     parser.add_argument("--fused-optimizer", action="store_true", help="torch.compile without its optimizer: fused")
-    parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--job", choices=("time", "memory"), help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--contender", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.workloads = options.workloads or list(SMALL if options.small else WORKLOADS)
-    options.systems = [part for given in options.systems for part in given.split(",")]
+    if options.contender:
+        run_contender(options)
+        return 0
+    names = options.only or list(SMALL if options.small else WORKLOADS)
     strange = [s for s in options.systems if s not in SYSTEMS]
     if strange:
         parser.error(f"unknown system {strange[0]!r}: {', '.join(SYSTEMS)}")
-    if options.job:
-        run_child(options)
-        return 0
     import transformers
 
-    record: dict[str, Any] = {
-        "command": " ".join(["python bench/step.py", *(sys.argv[1:] if arguments is None else arguments)]),
+    start = time.time()
+    record: Found = {
         "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "started": time.time(),
-        "time": {},
-        "memory": {},
+        "workloads": {},
     }
-    keep_others(options, record)
-    deadline = record["started"] + options.seconds
+    waves = [[name for name in wave if name in names] for wave in WAVES]
+    waves += [[name] for name in names if all(name not in wave for wave in WAVES)]
     with tempfile.TemporaryDirectory() as folder:
-        if not options.skip_memory:
-            memory_children(options, folder, record, record["started"] + 0.5 * options.seconds)
-        for position, name in enumerate(options.workloads):
-            left = deadline - time.time()
-            if left < 15:
-                record["time"][name] = {"error": "not run: no time left"}
+        for wave in filter(None, waves):
+            if time.time() > start + options.seconds - 15:
+                print(f"not run, no time left: {' '.join(wave)}")
                 continue
-            later = len(options.workloads) - position - 1
-            limit = max(left / (later + 1), left - 45 * later)
-            child = Child("time", name, ",".join(options.systems), options, folder, limit)
-            while not child.done():
-                time.sleep(0.2)
-            record["time"][name] = child.found() | {"command": record["command"]}
-            print(f"[{time.time() - record['started']:.0f} s] time {name}", flush=True)
-            print(child.log.read_text()[-1200:], flush=True)
-            save(options, record)
-    record["seconds"] = time.time() - record["started"]
-    save(options, record)
-    print((options.out / "step.md").read_text())
+            print(f"[{time.time() - start:.0f} s] {' '.join(wave)}", flush=True)
+            record["workloads"] |= run_wave(wave, options, pathlib.Path(folder), start + options.seconds)
+            whole = save(options, record)
+    if record["workloads"]:
+        print(page(whole))
+    print(f"{time.time() - start:.0f} s")
     return 0
 
 

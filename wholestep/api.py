@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import machine
+from .backends.attentions import Decision, choose_attentions
 from .backends.choose import Choices, choices_for
 from .backends.providers import providers_for
 from .budget import BudgetReport, fit_budget
@@ -21,10 +22,12 @@ from .capture.structure import flatten
 from .dialects.strides import is_dense
 from .errors import InputError
 from .ir.collector import collector_paused
+from .ir.core import Op
 from .ir.passes import run_pipeline
 from .ir.types import F16
 from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
+from .plan.plan import Plan
 from .plan.planner import Planned, planned_function
 from .runtime.batches import first_micro_batch, flattened
 from .runtime.fusions import parts_of
@@ -37,7 +40,7 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, kept, layout, masks, offload, recompute, regenerate  # noqa: F401  (they register)
+from .transforms import casts, chunked_loss, kept, layout, masks, offload, recompute, regenerate  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
@@ -93,7 +96,8 @@ def compile(
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
     memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
         has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; results
-        do not change by a bit. One that cannot be met is an error that says the least that can (docs/memory.md).
+        do not change by a bit. Where it is cheaper, a loss over a large vocabulary is taken in chunks instead, which
+        adds in another order. One that cannot be met is an error that says the least that can (docs/memory.md).
     level: transformations up to this level are taken by themselves: 1 single ops, 2 neighbours, 3 the whole step,
         4 devices and memories. 0 runs the program as it is, op by op; below 2 nothing is fused.
     providers: who may run what was fused: "aten" (PyTorch's kernels), "triton" (generated for NVIDIA GPUs), "cpp"
@@ -157,7 +161,10 @@ def load(
         for program in saved.programs:
             program.policy = parse_precision(options.precision)
             recipe = [d["name"] for d in saved.decisions]
-            step.adopt(executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}, recipe))
+            attentions = attentions_of(step, program, device_of(model, loss_fn))  # anew: this may be another machine
+            compiled = executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}, recipe)
+            compiled.attentions = attentions
+            step.adopt(compiled)
     return step
 
 
@@ -190,18 +197,26 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
+    attentions = attentions_of(step, program, device)
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
+        numbers, strides = host_numbers(program, step.optimizer), argument_strides(program, step, batch)
+        choices, wishes = choices_of(step, device), Wishes.among(options.recipe, options.force, options.forbid)
+
+        def judge(function: Op) -> Plan:
+            return planned_function(function, device, numbers, strides, choices=choices, wishes=wishes).plan
+
         budget, more = fit_budget(
             program.module,
             program.function,
             device,
-            host_numbers(program, step.optimizer),
-            argument_strides(program, step, batch),
+            numbers,
+            strides,
             options.memory_budget,
             machine_of(device),
             options.forbid,
             offload=device.type == "cuda" and options.level >= 4,
+            judge=None if choices is None else judge,
         )
         recipe += more
     optimised_at = clock()
@@ -213,7 +228,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         "verify": clock() - optimised_at,
     }
     compiled = executable_of(step, program, plan, seconds, recipe, batch)
-    compiled.budget = budget
+    compiled.budget, compiled.attentions = budget, attentions
     return compiled
 
 
@@ -247,6 +262,13 @@ def executable_of(
     spent = {} if choices is None else {k: v - kernels[k] for k, v in choices.seconds.items()}
     seconds = {**seconds, "plan": time.perf_counter() - start - sum(spent.values()), **spent}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
+
+
+def attentions_of(step: TrainStep, program: Program, device: torch.device) -> list[Decision]:
+    """Which kernel runs each attention: fixed before anything is planned."""
+    options, choices = step.options, choices_of(step, device)
+    tune, lean = bool(options.tune) and options.level > 0, options.memory_budget is not None
+    return choose_attentions(program.module, device, tune, lean, None if choices is None else choices.store)
 
 
 def choices_of(step: TrainStep, device: torch.device) -> Choices | None:

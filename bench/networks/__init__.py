@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
+
+from torch import nn
 
 from .network import SIZES, Batch, Network
 
+#: the eight of `bench/fifty.py`
 NAMES = ("gpt2", "bert_large", "llama", "vit", "resnet50", "efficientnet_b0", "wavenet", "dlrm")
+#: the twelve of `wholestep bench`
+TWELVE = (*NAMES, "wide_resnet50_2", "mobilenet_v2", "mlp_mixer", "fcn_resnet50")
+#: those that have a twin in plain JAX
+IN_JAX = ("gpt2", "resnet50")
+#: those that have a size for CPUs
+ON_CPU = ("gpt2", "bert_large", "vit", "resnet50", "efficientnet_b0", "dlrm")
 
 
 def build(name: str, size: str = "full", device: str = "cpu") -> Network:
     """One network with the weights it starts from, the same every time."""
-    if name not in NAMES:
-        raise ValueError(f"there is no network {name!r}: {', '.join(NAMES)}")
+    if name not in TWELVE:
+        raise ValueError(f"there is no network {name!r}: {', '.join(TWELVE)}")
     return importlib.import_module(f"{__name__}.{name}").build(size, device)
 
 
-__all__ = ["NAMES", "SIZES", "Batch", "Network", "build"]
+def jax_twin(name: str, model: nn.Module, precision: str) -> Any:
+    """Parameters, state and loss function of a network in plain JAX; None where there is no such twin."""
+    if name not in IN_JAX:
+        return None
+    return importlib.import_module(f"{__name__}.jax_{name}").build(model, precision)
+
+
+__all__ = ["NAMES", "ON_CPU", "SIZES", "TWELVE", "Batch", "Network", "build", "jax_twin"]

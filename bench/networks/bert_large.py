@@ -11,6 +11,8 @@ from .network import Batch, Network, drawn, of, token_walk
 #: rows, length, vocabulary, width, layers, heads
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "full": (16, 512, 30522, 1024, 24, 16),
+    "few": (1, 512, 30522, 1024, 24, 16),
+    "cpu": (4, 128, 8000, 256, 4, 4),
     "small": (4, 24, 211, 64, 2, 4),
     "tiny": (2, 8, 37, 16, 1, 2),
 }
@@ -43,5 +45,5 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=labels).loss
 
-    lr = 1e-4 if size == "full" else 1e-3
+    lr = 1e-4 if size in ("full", "few") else 1e-3
     return Network("bert_large", f"{rows}x{length} tokens", model, loss_fn, make_batch, lr, warmup=30)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.bench.agreement import apart, smooth
 
 from .network import Batch, Network
 
@@ -60,11 +60,4 @@ def losses_of(network: Network, trainer: Trainer, steps: int, device: str = "cpu
     return [float(trainer.step(network.make_batch(number, device))) for number in range(steps)]
 
 
-def smooth(losses: Sequence[float], width: int = 5) -> list[float]:
-    """Means over this many steps up to each."""
-    return [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
-
-
-def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative distance of two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+__all__ = ["Trainer", "apart", "compiled", "eager", "losses_of", "smooth"]

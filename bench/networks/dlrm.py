@@ -18,6 +18,8 @@ DENSE = 13
 #: rows, tables, entries of a table, width of a vector, bottom layers, top layers
 DIMENSIONS: dict[str, tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]] = {
     "full": (8192, 26, 100_000, 64, (512, 256), (512, 512, 256)),
+    "few": (256, 26, 100_000, 64, (512, 256), (512, 512, 256)),
+    "cpu": (512, 8, 5000, 32, (128, 64), (256, 128)),
     "small": (32, 4, 50, 16, (32,), (64, 32)),
     "tiny": (4, 3, 7, 4, (8,), (8,)),
 }
@@ -66,5 +68,5 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, dense: torch.Tensor, sparse: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
         return functional.binary_cross_entropy_with_logits(model(dense, sparse), clicked)
 
-    lr = 1e-3 if size == "full" else 5e-3
+    lr = 1e-3 if size in ("full", "few") else 5e-3
     return Network("dlrm", f"{rows} rows, {tables} tables of {entries}", model, loss_fn, make_batch, lr)

@@ -11,7 +11,9 @@ from .network import Batch, Network, coloured_images, drawn, of
 
 #: images, pixels, classes, share of B0's width, and the blocks where they are not B0's
 DIMENSIONS: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
-    "full": (128, 224, 1000, 1.0, {}),
+    "full": (256, 224, 1000, 1.0, {}),
+    "few": (8, 224, 1000, 1.0, {}),
+    "cpu": (8, 64, 100, 1.0, {}),
     "small": (
         8,
         32,
@@ -67,8 +69,9 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(pixel_values=images, labels=labels).loss
 
-    lr = 3e-4 if size == "full" else 2e-3
-    return Network("efficientnet_b0", f"{rows} images of {pixels}x{pixels}", model, loss_fn, make_batch, lr, warmup=30)
+    lr = 3e-4 if size in ("full", "few") else 2e-3
+    items = f"{rows} images of {pixels}x{pixels}"
+    return Network("efficientnet_b0", items, model, loss_fn, make_batch, lr, warmup=30, images=True)
 
 
 def as_in_the_paper(model: nn.Module) -> None:

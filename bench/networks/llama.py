@@ -11,6 +11,7 @@ from .network import Batch, Network, drawn, of, token_walk
 #: rows, length, vocabulary, width, inner width, layers, heads, heads of keys and values
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
     "full": (4, 2048, 32000, 2048, 5632, 22, 32, 4),
+    "few": (1, 512, 32000, 2048, 5632, 22, 32, 4),
     "small": (4, 24, 211, 64, 176, 2, 4, 2),
     "tiny": (2, 8, 37, 16, 24, 1, 2, 1),
 }
@@ -40,5 +41,5 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=ids).loss
 
-    lr = 1e-4 if size == "full" else 2e-3
+    lr = 1e-4 if size in ("full", "few") else 2e-3
     return Network("llama", f"{rows}x{length} tokens", model, loss_fn, make_batch, lr, warmup=30)

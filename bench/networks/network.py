@@ -12,9 +12,10 @@ from torch import nn
 
 Batch = tuple[torch.Tensor, ...]
 
-#: "full" is the network that its name stands for; "small" has the same parts and trains in seconds on one core;
-#: "tiny" is for kernels that are interpreted
-SIZES = ("full", "small", "tiny")
+#: "full" is the network that its name stands for, at a large batch, and "few" the same at a small one; "cpu" is what
+#: two cores train at some steps per second; "small" has the same parts and trains in seconds on one core; "tiny" is for
+#: kernels that are interpreted
+SIZES = ("full", "few", "cpu", "small", "tiny")
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Network:
     lr: float
     #: steps over which the learning rate grows: without them large networks leave their own repetition
     warmup: int = 10
+    #: a convolutional network of images: who wants speed of PyTorch lays it out channels last
+    images: bool = False
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """AdamW, by its fused kernels on a GPU, and its warm-up."""

@@ -11,6 +11,8 @@ from .network import Batch, Network, coloured_images, drawn, of
 #: images, pixels, classes, what differs from ResNet-50
 DIMENSIONS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "full": (256, 224, 1000, {}),
+    "few": (8, 224, 1000, {}),
+    "cpu": (8, 64, 100, {}),
     "small": (16, 32, 10, {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2]}),
     "tiny": (4, 16, 5, {"embedding_size": 4, "hidden_sizes": [8, 16], "depths": [1, 1]}),
 }
@@ -29,5 +31,6 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(pixel_values=images, labels=labels).loss
 
-    lr = 3e-4 if size == "full" else 1e-3
-    return Network("resnet50", f"{rows} images of {pixels}x{pixels}", model, loss_fn, make_batch, lr, warmup=30)
+    lr = 3e-4 if size in ("full", "few") else 1e-3
+    items = f"{rows} images of {pixels}x{pixels}"
+    return Network("resnet50", items, model, loss_fn, make_batch, lr, warmup=30, images=True)

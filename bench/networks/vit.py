@@ -11,6 +11,8 @@ from .network import Batch, Network, coloured_images, drawn, of
 #: images, pixels, patch, classes, width, layers, heads
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "full": (128, 224, 16, 1000, 768, 12, 12),
+    "few": (8, 224, 16, 1000, 768, 12, 12),
+    "cpu": (8, 64, 8, 100, 192, 6, 3),
     "small": (8, 32, 8, 10, 64, 2, 4),
     "tiny": (2, 8, 4, 5, 16, 1, 2),
 }
@@ -39,5 +41,5 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(pixel_values=images, labels=labels).loss
 
-    lr = 3e-4 if size == "full" else 1e-3
+    lr = 3e-4 if size in ("full", "few") else 1e-3
     return Network("vit", f"{rows} images of {pixels}x{pixels}", model, loss_fn, make_batch, lr, warmup=30)

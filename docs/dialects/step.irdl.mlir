@@ -6,6 +6,13 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
   }
+  irdl.operation @accumulate {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    irdl.operands(total: %c0, part: %c1)
+    irdl.results(y: %c2)
+  }
   irdl.operation @adadelta {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -985,9 +992,12 @@ irdl.dialect @step {
     %c7 = irdl.is true
     %c8 = irdl.is false
     %c9 = irdl.any_of(%c7, %c8)
+    %c10 = irdl.is true
+    %c11 = irdl.is false
+    %c12 = irdl.any_of(%c10, %c11)
     irdl.operands(x: %c0)
     irdl.results(values: %c1, indices: %c2)
-    irdl.attributes { "kernel" = %c3, "stride" = %c4, "padding" = %c5, "dilation" = %c6, "ceil_mode" = %c9 }
+    irdl.attributes { "kernel" = %c3, "stride" = %c4, "padding" = %c5, "dilation" = %c6, "ceil_mode" = %c9, "in_window" = %c12 }
   }
   irdl.operation @max_pool_grad {
     %c0 = irdl.base "!builtin.tensor"

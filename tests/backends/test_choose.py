@@ -204,9 +204,9 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = Choices.time
 
-    def counted(self: Choices, call: Any) -> float:
+    def counted(self: Choices, call: Any, *to_beat: float) -> float:
         seen.append(1)
-        return real(self, call)
+        return real(self, call, *to_beat)
 
     monkeypatch.setattr(Choices, "time", counted)
     return seen
@@ -277,6 +277,76 @@ def test_equal_regions_are_decided_once() -> None:
     choices.decide([region(), region()])
     choices.decide([region()])
     assert Sole.built == 1
+
+
+# ---- which ways are tried --------------------------------------------------------------------------------------------
+
+
+class Several(Aped):
+    """Three ways to run a region, the best guess first; `tried` has those that were built, per number of rows."""
+
+    name = "several"
+
+    def __init__(self, first: Any = None):
+        self.tried: dict[int, list[str]] = {}
+        self.first_way = first
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer(n, f"{n} {region.key}", made=(n, region)) for n in ("first", "second", "third")]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found: dict[str, Launcher | Exception] = {}
+        for offer in offers:
+            way, region = offer.made
+            self.tried.setdefault(region.operands[0].shape[0], []).append(way)
+            found[offer.key] = self.first_way if way == "first" and self.first_way else self.launcher(region)
+        return found
+
+
+def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
+    provider, waits = Several(), {8: 20e-3, 16: 0.0}
+
+    def launcher(region: Region) -> Launcher:
+        true = copying(op_by_op(region), 2)
+        return lambda *tensors: (time.sleep(waits[tensors[0].shape[0]]), true(*tensors))[1]
+
+    provider.launcher = launcher  # type: ignore[method-assign]
+    Choices(CPU, [provider]).decide([region(8), region(16)])
+    assert provider.tried == {8: ["first", "second", "third"], 16: ["first"]}
+    everything = Several()
+    Choices(CPU, [everything], products=True).decide([region(8), region(16)])
+    assert everything.tried == {8: ["first", "second", "third"], 16: ["first", "second", "third"]}
+
+
+@pytest.mark.parametrize("bad", [ValueError("no registers"), nothing_written(None)])  # type: ignore[arg-type]
+def test_where_the_best_guess_is_no_use_the_others_are_tried(bad: Any) -> None:
+    provider = Several(bad)
+    choices = Choices(CPU, [SlowAten(), provider])
+    small, large = region(8), region(16)
+    choices.decide([small, large, large])
+    assert provider.tried[8] == provider.tried[16] == ["first", "second", "third"]
+    for wanted in (small, large):
+        chosen = choices.known[wanted.key]
+        assert (chosen.provider, chosen.offer in ("second", "third")) == ("several", True)
+        assert [t.name for t in chosen.excluded] == ["several:first"]
+
+
+def test_without_measuring_one_way_is_built() -> None:
+    provider = Several()
+    Choices(CPU, [Aten(), provider], measure=False).decide([region(8)])
+    assert provider.tried == {8: ["first"]}
+
+
+def test_a_way_that_is_clearly_slower_is_called_once() -> None:
+    calls: list[int] = []
+
+    def slow() -> None:
+        calls.append(1)
+        time.sleep(3e-3)
+
+    assert Choices(CPU, []).time(slow, 1e-4) > 3e-3 and len(calls) == 2  # (one of them to warm up)
+    calls.clear()
+    assert Choices(CPU, []).time(slow) > 3e-3 and len(calls) > 3
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from wholestep.dialects.loop import (
     schedule,
 )
 from wholestep.dialects.loop.reference import _FUNCTIONS, run, wide
+from wholestep.dialects.loop.schedule import stored_along
 from wholestep.dialects.step import StepBuilder, tensor_type, torch_dtype
 from wholestep.dialects.strides import row_major
 from wholestep.ir import add_function, finish_function, module
@@ -69,7 +70,7 @@ class Walker:
                 inner = list(itertools.product(*(range(sizes[d]) for d in self.walk.row)))
                 self.pick.shuffle(inner)
                 for place in inner:
-                    self.point(self.at(row, place), level, known, gathered)
+                    self.point(self.at(row, place), level, known, gathered, place is inner[-1])
                 for op, numbers in gathered.items():
                     known[op] = combined(op, numbers)
         self.finish()
@@ -78,7 +79,9 @@ class Walker:
         where = dict(zip(self.walk.outer, row, strict=True)) | dict(zip(self.walk.row, place, strict=True))
         return {d: where.get(d, 0) for d in range(len(self.walk.sizes))}
 
-    def point(self, at: dict[int, int], level: int, known: dict[Op, Any], gathered: dict[Op, list[Any]]) -> None:
+    def point(
+        self, at: dict[int, int], level: int, known: dict[Op, Any], gathered: dict[Op, list[Any]], ends: bool
+    ) -> None:
         numbers: dict[Value, Any] = {}
         for op in self.ops:
             if op in self.late:
@@ -95,6 +98,8 @@ class Walker:
             elif all(v in numbers or v in self.tensors for v in op.operands):
                 numbers[op.results[0]] = self.number(op, numbers, at)
         for op in self.stores:
+            if not ends and not stored_along(op) & set(self.walk.row):
+                continue  # what a row gives is stored once, at its end
             if op not in self.late and self.level[op.operands[0]] == level and op.operands[0] in numbers:
                 self.tensors[op.operands[1]][self.places(op, at)] = numbers[op.operands[0]]
 
@@ -126,6 +131,7 @@ class Walker:
         if not self.sums:
             return
         ranges = [range(n) for n in self.walk.sizes]
+        done: set[tuple[Op, tuple[int, ...]]] = set()
         for spot in itertools.product(*ranges):
             at = dict(enumerate(spot))
             numbers: dict[Value, Any] = {}
@@ -137,7 +143,8 @@ class Walker:
                 if op.definition is not Reduce and all(v in numbers or v in self.tensors for v in op.operands):
                     numbers.setdefault(op.results[0], self.number(op, numbers, at))
             for op in self.stores:
-                if op in self.late and op.operands[0] in numbers:
+                if op in self.late and op.operands[0] in numbers and (op, self.places(op, at)) not in done:
+                    done.add((op, self.places(op, at)))
                     self.tensors[op.operands[1]][self.places(op, at)] = numbers[op.operands[0]]
 
 
@@ -193,6 +200,15 @@ def row_gradient(b: StepBuilder, y: Any, dy: Any) -> Any:
     return b.sub(b.sub(dy, one), b.mul(y, two))
 
 
+def running(b: StepBuilder, x: Any, old: Any) -> Any:
+    """A running mean per column."""
+    return b.add(b.mul(old, 0.9), b.mul(b.mean(x, dims=(0, 2)), 0.1))
+
+
+def centred_by_the_old(b: StepBuilder, x: Any, old: Any) -> list[Any]:
+    return [b.sub(x, b.reshape(old, shape=(1, 4, 1))), running(b, x, old)]
+
+
 # name: inputs, the kernel, what each result may be written over
 KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
     "pointwise": ([f64(3, 4), f64(3, 4)], lambda b, x, y: b.mul(x, y), [{0, 1}]),
@@ -208,6 +224,8 @@ KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
     "a row sum beside": ([f64(3, 4)], lambda b, x: [b.relu(x), b.sum(x, dims=(1,))], [None, set()]),
     "norm beside its gradient": ([f64(3, 4), f64(3, 4)], norm_beside_its_gradient, [set(), {0, 1}]),
     "column sums": ([f64(3, 4)], lambda b, x: [b.mul(x, 2.0), b.sum(x, dims=(0,))], [{0}, set()]),
+    "a running mean": ([f64(3, 4, 2), f64(4)], running, [{1}]),
+    "a running mean that rows are centred by": ([f64(3, 4, 2), f64(4)], centred_by_the_old, [None, set()]),
     "a scalar over everything": ([f64(3, 4), f64()], lambda b, x, y: b.mul(x, y), [{0}]),
     "a row written over one of many": (
         [f64(1, 4), f64(1, 4)],

@@ -351,10 +351,11 @@ def test_equal_counters_are_computed_with_once():
         needed={2, 3, 4},
     )
     values: list[Any] = [5.0, 5.0, None, None, None]
-    numbers.compute(values)
+    assert numbers.compute(values)
+    numbers.spread(values)
     assert values == [5.0, 5.0, 6.0, 6.0, 7.0] and calls == [5.0, 6.0]
     values[:2] = [5.0, 9.0]
-    numbers.compute(values)
+    assert not numbers.compute(values)
     assert values == [5.0, 9.0, 6.0, 10.0, 11.0] and calls[2:] == [5.0, 9.0, 10.0]
 
 

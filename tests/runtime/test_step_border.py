@@ -20,9 +20,8 @@ import wholestep as ws
 from tests.conftest import ROOT
 from tests.runtime.runs import Body, adamw, assert_same, data, fresh, sgd, squares
 from wholestep.errors import CaptureError, InputError, OptimizerError, WholestepError
-from wholestep.runtime import train_step
 from wholestep.runtime.bound import BoundPlan, Late, Made
-from wholestep.runtime.train_step import uninterrupted
+from wholestep.runtime.signals import Uninterrupted
 
 X = data(6, 4)
 
@@ -270,7 +269,7 @@ def test_handlers_of_all_signals_wait():
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        with uninterrupted():
+        with Uninterrupted():
             os.kill(os.getpid(), signal.SIGALRM)
             for _ in range(1000):
                 pass
@@ -283,7 +282,7 @@ def test_handlers_of_all_signals_wait():
 
 def test_other_threads_need_no_protection():
     done = []
-    thread = threading.Thread(target=lambda: done.append(train_step.uninterrupted().__enter__()))
+    thread = threading.Thread(target=lambda: done.append(Uninterrupted().__enter__()))
     thread.start()
     thread.join()
     assert done == [None]

@@ -83,18 +83,14 @@ def test_small_products_are_left_alone():
         transform(root, force=["pad *"])
 
 
-def test_an_addend_with_the_dimension_is_a_reason_not_to(any_size):
-    x, y = data(16, 24).to(LOW), data(24, 37).to(LOW)
-    (wide,) = found(product(x, y, data(37).to(LOW))[0])
-    assert wide.why_not == "its addend has the dimension too"
-    root, function = product(x[:, :21].contiguous(), y[:21, :32].contiguous(), data(32).to(LOW))
-    (narrow,) = found(root)
-    assert not narrow.why_not
-    transform(root, force=["pad *"])
-    given = [x[:, :21].contiguous(), y[:21, :32].contiguous(), data(32).to(LOW)]
-    (mine,) = Executable(function)(given)
-    want = given[0].double() @ given[1].double() + given[2].double()
-    torch.testing.assert_close(mine.double(), want, rtol=1.6e-2, atol=2e-2)
+@pytest.mark.parametrize("shape", [(37,), (16, 37), (16, 1), (1, 37)])
+def test_an_addend_is_filled_where_it_has_the_dimension(any_size, shape):
+    x, y, z = data(16, 21).to(LOW), data(21, 37, seed=1).to(LOW), data(*shape, seed=2).to(LOW)
+    root, function = product(x, y, z)
+    assert len(transform(root, force=["pad *"])) == 1
+    ir.verify(root)
+    (mine,) = Executable(function)([x, y, z])
+    torch.testing.assert_close(mine.double(), x.double() @ y.double() + z.double(), rtol=1.6e-2, atol=2e-2)
 
 
 def test_wide_elements_and_aligned_rows_have_no_opportunity(any_size):

@@ -192,3 +192,48 @@ def test_integers_and_booleans_are_no_reason() -> None:
 
     types = [TensorType((6, 8), I64), TensorType((6, 8), BOOL)]
     assert not Bodies()(piece(program(types, build))).why_not
+
+
+# ---- pieces that differ in sizes alone ---------------------------------------------------------------------------------
+
+
+def normalised(b: StepBuilder, x: Value) -> Value:
+    """Something with a reduction whose result comes back to its row."""
+    return b.mul(x, b.exp(b.sum(x, dims=(1,), keepdim=True)))
+
+
+def summed(b: StepBuilder, x: Value) -> list[Value]:
+    return [b.silu(x), b.sum(b.mul(x, x), dims=(0,))]
+
+
+def transposed(b: StepBuilder, x: Value) -> Value:
+    return b.add(x, b.transpose(b.exp(x), order=(1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("build", "shapes", "looked_at"),
+    [
+        (normalised, [(6, 8), (5, 9), (5, 200_000), (9, 5)], 1),
+        (summed, [(6, 8), (12, 3), (4, 7)], 1),
+        (transposed, [(6, 6), (7, 7)], 2),  # the reason says the sizes
+        (lambda b, x: b.exp(b.reshape(x, shape=(x.type.size,))), [(6, 8), (5, 9)], 2),
+        (lambda b, x: b.exp(b.reshape(x, shape=(6, 1, 8))), [(6, 8)], 1),
+        (lambda b, x: b.exp(b.sum(x, dims=(1,))), [(6, 8), (6, 1), (1, 6)], 3),
+    ],
+)
+def test_the_verdict_is_the_same_as_with_a_look_at_each_size(
+    build: Any, shapes: list[tuple[int, int]], looked_at: int
+) -> None:
+    bodies = Bodies()
+    for shape in shapes:
+        found = piece(program([TensorType(shape, F32)], build))
+        assert bodies.why_not(found) == Bodies()(found).why_not
+    assert len(bodies.known) == looked_at
+
+
+def test_which_value_is_larger_is_part_of_the_form() -> None:
+    bodies = Bodies()
+    for a, b in (((64, 2), (2, 64)), ((2, 64), (64, 2))):
+        types = [TensorType(a, F32), TensorType((a[0], 1), F32), TensorType(b, F32)]
+        function = program(types, lambda b, x, y, z: [b.mul(x, y), b.sum(b.mul(z, z), dims=(1,))])
+        assert bodies.why_not(piece(function)) == Bodies()(piece(function)).why_not

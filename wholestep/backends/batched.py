@@ -7,7 +7,7 @@ one by one. `transforms/batch.py` says which regions are a batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -47,16 +47,22 @@ def batch_of(parts: Sequence[tuple[Op, Op | None]]) -> Batch:
     return Batch(function, tuple(parts))
 
 
-def batched_region(batch: Batch, operands: Sequence[Spec], device: torch.device) -> Region:
-    """The region that a batch is, on operands that lie in a certain way."""
+def batched_region(
+    batch: Batch,
+    operands: Sequence[Spec],
+    device: torch.device,
+    wanted: Sequence[tuple[int, ...] | None] = (),
+) -> Region:
+    """The region that a batch is, on operands that lie in a certain way; wanted: as for `region_of`."""
     from .generated import region_of
     from .providers import Region
 
-    parts, at = [], 0
+    parts: list[Region] = []
+    at = made = 0
     for body, kernel in batch.parts:
         count = len(body.regions[0].block.arguments)
-        parts.append(region_of(body, kernel, operands[at : at + count], device))
-        at += count
+        parts.append(region_of(body, kernel, operands[at : at + count], device, wanted[made:]))
+        at, made = at + count, made + len(parts[-1].results)
     results = tuple(s for part in parts for s in part.results)
     return Region(batch.body, None, tuple(operands), results, device, tuple(parts))
 
@@ -113,19 +119,28 @@ def why_not(code: Any, batches: Any, region: Region) -> str:
         reason = code.why_not(part.kernel, part.specs) if part.kernel is not None else "it has no loop form"
         if reason:
             return reason
-    if len(grouped(batches, region.parts)) == len(region.parts):
-        return "no two parts of the batch can be one launch"
-    return ""
+    met: set[str] = set()
+    for _, key in keys_of(batches, region.parts):  # (one pair is enough: to write a key takes as long as a kernel)
+        if key in met:
+            return ""
+        met.add(key)
+    return "no two parts of the batch can be one launch"
+
+
+def keys_of(batches: Any, parts: Sequence[Region]) -> Iterator[tuple[int, str]]:
+    """Every part's number and a key; parts with the same key are one launch."""
+    known: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        if part.key not in known:  # most parts are like others
+            known[part.key] = batches.key(part.kernel, part.specs)
+        yield number, known[part.key] or f"alone {number}"
 
 
 def grouped(batches: Any, parts: Sequence[Region]) -> list[list[int]]:
     """Numbers of parts that are one launch; a part that can be in none is alone."""
-    keys: dict[str, str] = {}
     found: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
-        if part.key not in keys:  # most parts are like others
-            keys[part.key] = batches.key(part.kernel, part.specs)
-        found.setdefault(keys[part.key] or f"alone {number}", []).append(number)
+    for number, key in keys_of(batches, parts):
+        found.setdefault(key, []).append(number)
     return list(found.values())
 
 

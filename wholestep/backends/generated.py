@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 
-from ..dialects.loop import Load, Store, outputs_of, schedule, space_of
+from ..dialects.loop import Load, Reduce, Store, outputs_of, schedule, space_of, varying
+from ..dialects.loop.schedule import stored_along
 from ..dialects.step import torch_dtype
 from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.strides import is_dense, is_laid_out, row_major, same_places
@@ -18,14 +19,25 @@ from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
 
 
-def region_of(body: Op, kernel: Op | None, operands: Sequence[Spec], device: torch.device) -> Region:
-    """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would."""
+def region_of(
+    body: Op,
+    kernel: Op | None,
+    operands: Sequence[Spec],
+    device: torch.device,
+    wanted: Sequence[tuple[int, ...] | None] = (),
+) -> Region:
+    """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would.
+
+    wanted: strides of results that somebody asks for; a loop can write in any.
+    """
     block = body.regions[0].block
     if any(issubclass(op.definition, ConvolutionLike) for op in block):
         kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
     layouts = result_layouts(kernel, operands, types)
+    if kernel is not None:
+        layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)
 
@@ -71,9 +83,13 @@ def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
     if largest is None or spec is None:
         return None
     load = next((op for op in kernel.regions[0].block if op.definition is Load and op.operands[0] is largest), None)
-    if load is None or load.attributes["dynamic"]:
+    if load is None:
         return None
     steps = address_steps(load, spec.strides, len(space_of(kernel)))
+    dims = varying(kernel)
+    for number, dim in zip(load.operands[1:], load.attributes["dynamic"], strict=True):
+        for d in dims[number]:  # an index that is computed moves along that dimension as well
+            steps[d] = max(steps[d], spec.strides[dim])
     ranked = sorted(range(len(steps)), key=lambda d: (-abs(steps[d]), d) if steps[d] else (0, d))
     return {d: i for i, d in enumerate(ranked)}
 
@@ -104,7 +120,8 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
     """Per result: operands whose memory it may take.
 
     Each point must read exactly the element that it writes, and write it in the last walk over its row: kernels of long
-    rows walk them once per reduction that others wait for, and read again what they have read before.
+    rows walk them once per reduction that others wait for, and read again what they have read before. Or the element
+    is read for nothing but what is stored after the reduction of all other dimensions, which is done once.
     """
     if kernel is None:
         return [frozenset() for _ in results]
@@ -122,21 +139,51 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
     for argument, result in zip(outputs_of(kernel), results, strict=True):
         store = stores[argument]
         taken: set[int] = set()
-        if walks[store.operands[0]] < last:
-            found.append(frozenset(taken))
-            continue
+        walked = stored_along(store)
+        in_last_walk = walks[store.operands[0]] == last
         for number, spec in enumerate(operands):
             if spec.shape != result.shape or spec.dtype != result.dtype:
                 continue
             if not same_places(spec.shape, spec.strides, result.strides):
                 continue
             read = loads.get(block.arguments[number], [])
-            walked = {d for row in store.attributes["map"] for d, c in enumerate(row[:-1]) if c}
-            if walked == everything and all(
-                op.attributes["map"] == store.attributes["map"] and not op.attributes["dynamic"] for op in read
-            ):
+            if any(op.attributes["map"] != store.attributes["map"] or op.attributes["dynamic"] for op in read):
+                continue
+            if in_last_walk if walked == everything else is_over_before(kernel, store, read, in_last_walk):
                 taken.add(number)
         found.append(frozenset(taken))
+    return found
+
+
+def is_over_before(kernel: Op, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
+    """Whether nobody reads an element any more when one is stored there after the reduction of all other dimensions.
+
+    All that comes of these loads must be stored after such reductions, and none of their walks come later.
+    """
+    sizes, dims, behind = space_of(kernel), varying(kernel), reduced_before(kernel)
+    everything = {d for d, n in enumerate(sizes) if n > 1}
+    walked = stored_along(store)
+    found: dict[Op, None] = {}
+    pending = [user for op in loads for user in op.results[0].uses]
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found[op] = None
+            pending += [user for r in op.results for user in r.uses]
+    ends = [op for op in found if op.definition is Store]
+    if not ends or any(not everything - walked <= behind[op] or not stored_along(op) <= walked for op in ends):
+        return False
+    by_rows = any(not dims[r] <= walked for op in found for r in op.results)
+    return not by_rows or in_last_walk
+
+
+def reduced_before(kernel: Op) -> dict[Op, frozenset[int]]:
+    """Of each op the dimensions along which a reduction is over when it runs."""
+    found: dict[Op, frozenset[int]] = {}
+    for op in kernel.regions[0].block:
+        found[op] = frozenset().union(*(found[v.op] for v in op.operands if v.op is not None))
+        if op.definition is Reduce:
+            found[op] |= frozenset(op.attributes["dims"])
     return found
 
 

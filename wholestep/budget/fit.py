@@ -2,13 +2,14 @@
 
 The choice is made on a memory model (choice.py), applied as `recompute` transformations and judged by the real plan.
 Where the plan needs more than the model said, the model's limit is moved by the difference and it chooses again. Where
-that is allowed, values may wait in host memory too (away.py).
+that is allowed, values may wait in host memory too (away.py). A loss over a large vocabulary may be taken in chunks:
+the step is fitted with and without that, and the cheaper way is taken.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,8 +22,9 @@ from ..ir.core import Op
 from ..ir.passes import run_pipeline
 from ..machine.description import Description, shipped
 from ..plan import Plan, plan_function
+from ..transforms.chunked_loss import large_losses
 from ..transforms.expand import expanded
-from ..transforms.opportunity import site_names
+from ..transforms.opportunity import Opportunity, apply_key, site_names
 from ..transforms.recompute import Recompute, late_results
 from ..transforms.regenerate import EARLY
 from .away import Away, fewest_away, send_away
@@ -127,6 +129,66 @@ class Fitter:
         return found if better is None else [*found, better]
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a step is to fit into, and by which means."""
+
+    device: torch.device
+    numbers: Sequence[int]
+    strides: Sequence[Strides | None] | None
+    allowed: int
+    machine: Description
+    forbidden: Sequence[str]
+    offload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Losses that are taken in chunks: the recipe, bytes of logits not held, predicted seconds, (layer, chunks)."""
+
+    recipe: tuple[str, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+    where: tuple[tuple[str, int], ...] = ()
+
+
+NOT_CHUNKED = Chunked()
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One way to make a step fit. fits: False where it is the leanest that was found, and not lean enough."""
+
+    fitter: Fitter
+    solved: Solved | None
+    away: Away
+    chunked: Chunked
+    fits: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, per step, beyond those of the step as it was."""
+        again = 0.0 if self.solved is None else self.solved.choice.seconds
+        return self.chunked.seconds + again + self.away.extra_seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step, op by op."""
+        again: frozenset[int] = frozenset() if self.solved is None else self.solved.choice.again
+        return self.fitter.plan(again, self.away.recipe)
+
+    def apply(self, module: Op) -> list[str]:
+        """Changes a program, the one that was looked at or a copy of it; the recipe."""
+        recipe = [apply_key(module, key) for key in self.chunked.recipe]
+        if recipe:
+            run_pipeline(module, "dce")
+        if self.solved is not None:
+            recipe += self.fitter.apply(module, self.solved.choice.again)
+        run_pipeline(module, "dce")
+        send_away(module, self.away.recipe)
+        return [*recipe, *self.away.recipe]
+
+
 def fit_budget(
     module: Op,
     function: Op,
@@ -137,26 +199,86 @@ def fit_budget(
     machine: Description | None,
     forbidden: Sequence[str] = (),
     offload: bool = False,
+    judge: Callable[[Op], Plan] | None = None,
 ) -> tuple[BudgetReport, list[str]]:
     """Changes the program so that its plan needs no more than the budget; the report, and the recipe of what was done.
 
     budget: bytes, or as a float a share of the peak without it. offload: values may also wait in host memory: where
     that is hidden behind the step's work or cheaper than running ops again, and where running again is not enough.
-    MemoryBudgetError where no choice fits; the program is as it was then.
+    judge: the plan that a function will really run by, where that is not the one op by op: kernels that are fused need
+    less. What to run again is chosen op by op, for a budget that is larger as the plans are, and that plan has the last
+    word. MemoryBudgetError where no choice fits; the program is as it was then.
     """
     device = torch.device(device)
     machine = priced(machine, device)
     before, form = plan_function(function, device, numbers, strides=strides)
-    allowed = int(budget * before.peak) if isinstance(budget, float) else budget
-    if before.peak <= allowed:
-        return BudgetReport(allowed, before.peak, before.peak, before.peak - before.arena, machine.name), []
+    whole = before if judge is None else judge(function)
+    allowed = int(budget * whole.peak) if isinstance(budget, float) else budget
+    if whole.peak <= allowed:
+        return BudgetReport(allowed, whole.peak, whole.peak, whole.peak - whole.arena, machine.name), []
+    setting = Setting(device, numbers, strides, allowed * before.peak // whole.peak, machine, forbidden, offload)
+    for _ in range(TRIALS):
+        fit = cheapest(module, function, before, form, setting)
+        plan = fit.plan
+        if judge is not None:
+            copy = module.clone()
+            fit.apply(copy)
+            plan = judge(lookup(copy, function.attributes["sym_name"]))
+        if plan.peak <= allowed:
+            break
+        if not fit.fits:
+            raise MemoryBudgetError(impossible(plan, allowed))
+        setting = replace(setting, allowed=min(setting.allowed * allowed // plan.peak, setting.allowed * 49 // 50))
+    else:
+        raise MemoryBudgetError(impossible(plan, allowed))
+    report = describe(fit, allowed, whole, plan, machine)
+    if judge is not None:
+        report = replace(report, op_by_op=(before.peak, fit.plan.peak))
+    return report, fit.apply(module)
+
+
+def cheapest(module: Op, function: Op, before: Plan, form: Op, setting: Setting) -> Fit:
+    """The cheapest way to fit, with losses in chunks or without; the leanest where none fits."""
+    found = [fitted(module, function, before, form, setting)]
+    chunked = [c for c in large_losses(module) if not is_forbidden(c[0].key, setting.forbidden)]
+    if chunked:
+        seconds = work_seconds(module, function, before, form, setting.machine, setting.device)
+        found.append(fitted_in_chunks(module, function, chunked, seconds, setting))
+    fitting = [fit for fit in found if fit.fits]
+    return min(fitting, key=lambda f: f.seconds) if fitting else min(found, key=lambda f: f.plan.peak)
+
+
+def fitted_in_chunks(
+    module: Op, function: Op, found: Sequence[tuple[Opportunity, int, str]], seconds: float, setting: Setting
+) -> Fit:
+    """The cheapest way that takes these losses in chunks. seconds: predicted for the step without that."""
+    copy = module.clone()
+    recipe = tuple(apply_key(copy, opportunity.key) for opportunity, _, _ in found)
+    run_pipeline(copy, "dce")
+    function = lookup(copy, function.attributes["sym_name"])
+    before, form = plan_function(function, setting.device, setting.numbers, strides=setting.strides)
+    more = work_seconds(copy, function, before, form, setting.machine, setting.device) - seconds
+    size = -sum(opportunity.change.saved for opportunity, _, _ in found)
+    where = tuple((layer, count) for _, count, layer in found)
+    return fitted(copy, function, before, form, setting, Chunked(recipe, size, max(0.0, more), where))
+
+
+def fitted(module: Op, function: Op, before: Plan, form: Op, setting: Setting, chunked: Chunked = NOT_CHUNKED) -> Fit:
+    """The cheapest way to make a step fit by running ops again or sending values away; the leanest where none does.
+
+    before, form: the plan of the step as it is, and the planned function.
+    """
+    device, allowed, machine, forbidden = setting.device, setting.allowed, setting.machine, setting.forbidden
     segments, views = segments_of(module, function, before, form, machine, device, forbidden)
     solver = Exact(segments) if is_installed() else Greedy(segments)
-    fitter = Fitter(module, function, device, numbers, strides, segments, views, solver)
-    seconds = work_seconds(module, function, before, form, machine, device) if offload else 0.0
+    fitter = Fitter(module, function, device, setting.numbers, setting.strides, segments, views, solver)
+    fitter.tried[frozenset(), ()] = before
+    if before.peak <= allowed:
+        return Fit(fitter, None, Away(), chunked)
+    seconds = work_seconds(module, function, before, form, machine, device) if setting.offload else 0.0
 
     def away_with(again: frozenset[int]) -> Away | None:
-        if not offload:
+        if not setting.offload:
             return None
         return fewest_away(
             fitter.changed(again), lambda keys: fitter.plan(again, keys), allowed, forbidden, machine, seconds
@@ -174,16 +296,12 @@ def fit_budget(
             solved = min(lean, key=lambda s: fitter.peak(s.choice.again))
             away = away_with(solved.choice.again)
             if away is None:
-                raise MemoryBudgetError(impossible(fitter.plan(solved.choice.again), allowed))
+                return Fit(fitter, solved, Away(), chunked, fits=False)
         elif solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
             away = None
         else:
             solved = None
-    recipe = fitter.apply(module, solved.choice.again) if solved is not None else []
-    run_pipeline(module, "dce")
-    sent = Away() if away is None else away
-    send_away(module, sent.recipe)
-    return describe(fitter, solved, sent, allowed, before, machine), [*recipe, *sent.recipe]
+    return Fit(fitter, solved, Away() if away is None else away, chunked)
 
 
 def segments_of(
@@ -227,14 +345,12 @@ def work_seconds(module: Op, function: Op, plan: Plan, form: Op, machine: Descri
     return sum(price(launches, list(form.regions[0].block), inner, machine))
 
 
-def describe(
-    fitter: Fitter, solved: Solved | None, away: Away, budget: int, before: Plan, machine: Description
-) -> BudgetReport:
-    again = frozenset() if solved is None else solved.choice.again
+def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Description) -> BudgetReport:
+    fitter, solved, away = fit.fitter, fit.solved, fit.away
     report = BudgetReport(
         budget,
         before.peak,
-        fitter.plan(again, away.recipe).peak,
+        after.peak,
         before.peak - before.arena,
         machine.name,
         plans=fitter.plans,
@@ -242,6 +358,9 @@ def describe(
         offloaded_bytes=away.bytes,
         link_seconds=away.link_seconds,
         step_seconds=away.step_seconds,
+        chunked=fit.chunked.where,
+        chunked_bytes=fit.chunked.bytes,
+        chunked_seconds=fit.chunked.seconds,
     )
     if solved is None:
         return report

@@ -36,6 +36,13 @@ class BudgetReport:
     offloaded_bytes: int = 0
     link_seconds: float | None = 0.0
     step_seconds: float = 0.0
+    #: losses that are taken in chunks of tokens: (linear layer, how many chunks), the bytes of logits that are not held
+    #: because of it, and predicted seconds per step
+    chunked: tuple[tuple[str, int], ...] = ()
+    chunked_bytes: int = 0
+    chunked_seconds: float = 0.0
+    #: the peaks before and after if nothing were fused; None where nothing is, or nothing had to be done
+    op_by_op: tuple[int, int] | None = None
 
     @property
     def gap(self) -> float:
@@ -49,9 +56,19 @@ class BudgetReport:
 
     def __str__(self) -> str:
         first = f"memory budget {size_text(self.budget)}: peak {size_text(self.peak_after)}"
-        if not self.recomputed and not self.offloaded:
+        if not self.recomputed and not self.offloaded and not self.chunked:
             return f"{first}; it fits without running anything again"
         lines = [f"{first} instead of {size_text(self.peak_before)} ({size_text(self.state)} of it state)"]
+        if self.op_by_op is not None:
+            old, new = map(size_text, self.op_by_op)
+            lines.append(f"without fused kernels it would be {new} instead of {old}")
+        for layer, count in self.chunked:
+            lines.append(f"{layer or 'the last linear layer'} and its loss take their tokens in {count} chunks")
+        if self.chunked:
+            lines.append(
+                f"{size_text(self.chunked_bytes)} of logits are not held because of it; predicted cost "
+                f"{time_text(self.chunked_seconds)} per step on {self.machine}; sums over tokens are rounded otherwise"
+            )
         if self.offloaded:
             lines.append(
                 f"{self.offloaded} ops' values, {size_text(self.offloaded_bytes)}, wait in host memory; {self.link}"

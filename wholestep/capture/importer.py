@@ -31,6 +31,8 @@ COMPLEX_TOO: set[str] = set()
 def aten(*names: str, complex_too: bool = False) -> Callable[[Handler], Handler]:
     """Registers a handler for ATen overloads: `handler(imp, *args, **kwargs)`, tensors as values.
 
+    An operator of our own is named in full, `wholestep.name.default`.
+
     `imp.b` is the builder and `imp.expected` the types the call must give. A handler returns a value, a sequence of
     them, or NotImplemented to leave the call to `step.opaque`. Complex tensors reach it only with `complex_too`.
     """
@@ -227,7 +229,7 @@ class Importer:
 
     def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """The values of a call: by its handler, or as an opaque op."""
-        key = str(target).removeprefix("aten.") if target.namespace == "aten" else ""
+        key = str(target).removeprefix("aten.")  # (operators of other namespaces keep theirs)
         handler = HANDLERS.get(key)
         if handler is not None and (key in COMPLEX_TOO or not any_complex(args, self.expected)):
             out = handler(self, *args, **kwargs)

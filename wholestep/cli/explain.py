@@ -1,7 +1,8 @@
-"""`wholestep explain SCRIPT_OR_STEP`: where every byte of a training step goes.
+"""`wholestep explain FILE`: where every byte of a training step goes.
 
 A saved step is read as data: its program is planned and priced, nothing of it runs. A Python script runs as `__main__`
 until its first compiled step has been called `--steps` times; then it is stopped there and the step's report printed.
+An ONNX model is trained for `--steps` steps on a made-up batch.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ class Stop(BaseException):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="SCRIPT_OR_STEP", help="a Python script, or a file that step.save wrote")
+    parser.add_argument(
+        "file", metavar="FILE", help="a Python script, a file that step.save wrote, or an ONNX model (.onnx)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write one HTML file with charts")
     parser.add_argument("--machine", metavar="NAME", help="price the step on a described machine (h200, or a file)")
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="stop a script after N steps (default 1)")
+    parser.add_argument(
+        "--bind", action="append", default=[], metavar="NAME=SIZE", help="size of a symbolic dimension of an ONNX model"
+    )
     parser.epilog = "What follows a -- is given to the script."
 
 
@@ -37,14 +43,16 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise InputError(f"--steps must be a positive number, not {args.steps}")
     if not path.is_file():
-        raise InputError(f"{path} is not there: give a Python script, or a file that step.save wrote")
+        raise InputError(f"{path} is not there: give a Python script, a file that step.save wrote, or an ONNX model")
     machine = load_description(args.machine) if args.machine else None
     if path.suffix in (".py", ".pyw"):
         text, as_json, as_html = explain_script(path, args.rest, args.steps, machine)
+    elif path.suffix == ".onnx":
+        text, as_json, as_html = explain_onnx(path, args.bind, args.steps, machine)
     elif looks_saved(path):
         text, as_json, as_html = explain_saved(path, machine)
     else:
-        raise InputError(f"{path} is neither a Python script (.py) nor a saved step")
+        raise InputError(f"{path} is neither a Python script (.py) nor an ONNX model (.onnx) nor a saved step")
     print(text)
     for file, content in ((args.json, as_json), (args.html, as_html)):
         if file:
@@ -92,6 +100,32 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
     return text, json.dumps(movement.to_dict(), indent=1) + "\n", page(movement, path.name, None, text)
 
 
+# ---- an ONNX model ---------------------------------------------------------------------------------------------------
+
+
+def explain_onnx(path: Path, bindings: Sequence[str], steps: int, machine: Description | None) -> tuple[str, str, str]:
+    """Trains a model of a file on a made-up batch; text, JSON and HTML of the step's report."""
+    import torch
+
+    import wholestep as ws
+    from wholestep.onnx import example
+
+    sizes = {}
+    for binding in bindings:
+        name, _, size = binding.rpartition("=")
+        if not name or not size.isdigit() or not int(size):
+            raise InputError(f"--bind takes NAME=SIZE, such as batch=8, not {binding!r}")
+        sizes[name] = int(size)
+    model, loss_fn, batch = example(path, sizes)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError(f"{path} has no parameters to train: see docs/onnx.md for what counts as one")
+    step = ws.compile(model, loss_fn, torch.optim.AdamW(parameters), batch)
+    for _ in range(steps):
+        step(*batch)
+    return rendered(step, machine)
+
+
 # ---- a script --------------------------------------------------------------------------------------------------------
 
 
@@ -99,9 +133,13 @@ def explain_script(
     path: Path, arguments: Sequence[str], steps: int, machine: Description | None
 ) -> tuple[str, str, str]:
     """Runs the script until its first step has run; text, JSON and HTML of that step's report."""
+    return rendered(first_step(path, arguments, steps), machine)
+
+
+def rendered(step: Any, machine: Description | None) -> tuple[str, str, str]:
+    """A step's report as text, JSON and HTML, priced on a described machine where one is given."""
     from wholestep.runtime.report import report_of
 
-    step = first_step(path, arguments, steps)
     report = report_of(step)
     if machine is not None and report.movement is not None:
         report.movement.price(machine)

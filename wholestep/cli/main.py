@@ -16,6 +16,7 @@ from wholestep.errors import WholestepError
 COMMANDS = {
     "demo": "train a small GPT eagerly and compiled, side by side, for about a minute",
     "explain": "say where every byte of a training step goes, of a script or a saved step",
+    "bench": "time training steps against eager PyTorch and torch.compile, each in a process of its own",
     "opt": "run passes on program text, like mlir-opt",
     "doctor": "say what this machine can do and what is missing",
     "cache": "say what is kept of measured kernels, show it, clear it",

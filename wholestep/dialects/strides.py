@@ -21,6 +21,15 @@ def row_major(shape: Sequence[int]) -> Strides:
     return tuple(reversed(out))
 
 
+def strides_in(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Strides of a tensor without gaps whose dimensions lie in this order."""
+    out, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        out[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(out)
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill a stretch of memory, each once."""
     expected = 1

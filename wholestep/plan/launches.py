@@ -19,8 +19,9 @@ from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
 from ..backends.providers import Region
 from ..dialects.step import constant_value, ir_dtype, torch_dtype
 from ..dialects.step.fused import Fused
+from ..dialects.step.layout import Layout
 from ..dialects.step.transfer import Fetch, Offload
-from ..dialects.strides import Strides, is_dense, row_major, same_places, view_of
+from ..dialects.strides import Strides, is_dense, row_major, same_places, strides_in, view_of
 from ..errors import WholestepError
 from ..ir.core import Op, Value
 from ..ir.dialect import OpDef
@@ -166,6 +167,9 @@ class _Flattener:
             self.numbers[argument] = self.flat.value(kind, argument.type, given or row_major(argument.type.shape), -1)
         self.flat.arguments = len(block.arguments)
         absorbed = self.absorption.casts
+        described = function.attributes.get("res_attrs") or [{} for _ in block.last.operands]
+        donated = zip(block.last.operands, [words.get("step.donates", -1) for words in described], strict=True)
+        self.places = {value: place for value, place in donated if place >= 0}
         for number, op in enumerate(block):
             if op is block.last or not any(r.uses for r in op.results):
                 continue
@@ -301,16 +305,29 @@ class _Flattener:
         assert self.regions is not None
         specs = [s for v in op.operands if (s := self.operand(op, v).spec) is not None]
         batch = self.regions.batches.get(op.callee.name)
+        wanted = [self.wanted(r) for r in op.results]
         if batch is not None:
-            region = batched_region(batch, specs, self.device)
+            region = batched_region(batch, specs, self.device, wanted)
         else:
-            region = region_of(*self.regions.bodies[op.callee.name], specs, self.device)
+            region = region_of(*self.regions.bodies[op.callee.name], specs, self.device, wanted)
         chosen = self.regions.choices.known.get(region.key)
         if chosen is None:
             self.flat.undecided.append(region)
         elif chosen.run is None:
             self.flat.op_by_op.append(op)
         return "" if chosen is None else chosen.provider, kernel_of(region, chosen)
+
+    def wanted(self, result: Value) -> Strides | None:
+        """How a result of a region had best lie: as every reader copies it by a `step.layout`, or as the argument lies
+        that it replaces. None where it does not matter."""
+        orders = {user.order if user.definition is Layout else None for user in result.uses}
+        order = orders.pop() if len(orders) == 1 else None
+        if order is not None:
+            return strides_in(result.type.shape, order)
+        place = self.places.get(result)
+        if place is None or self.flat.type[place] is not result.type or self.flat.kind[place] != ARGUMENT:
+            return None
+        return laid if is_dense(result.type.shape, laid := self.flat.strides[place]) else None
 
     def may_raise(self, op: Op, kernel: Kernel | None) -> bool:
         """Whether a launch may fail: it looks numbers of the batch up, or makes memory. On a GPU neither stops it."""

@@ -7,10 +7,11 @@ kernels read them as numbers, or from cells: 0-d tensors that are filled before 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy
 import torch
 
 from ..backends.aten import lower
@@ -138,8 +139,10 @@ class HostNumbers:
             key = (call.kind, tuple(alike.get(n, n) for n in call.reads))
             first.setdefault(key, call.write)
             alike[call.write] = key
-        stands_for = {call.write: first[alike[call.write]] for call in calls}
-        stands_for |= dict.fromkeys(counters, self.counters[0] if counters else -1)
+        #: whose number a buffer has while all counters agree
+        self.stands_for = {call.write: first[alike[call.write]] for call in calls}
+        self.stands_for |= dict.fromkeys(counters, self.counters[0] if counters else -1)
+        stands_for = self.stands_for
         self.once = [
             HostCall(c.function, tuple(stands_for.get(n, n) for n in c.reads), c.write, c.kind)
             for c in calls
@@ -147,13 +150,20 @@ class HostNumbers:
         ]
         self.copies = [(n, stands_for[n]) for n in sorted(needed) if stands_for.get(n, n) != n]
 
-    def compute(self, values: list[Any]) -> None:
-        one = len({values[n] for n in self.counters}) == 1
+    def compute(self, values: list[Any], agree: bool = False) -> bool:
+        """What follows from the numbers given; true where each was computed once: `spread` then gives it to all.
+
+        agree: all counters are known to be one number, which is in the place of the first.
+        """
+        one = agree or len({values[n] for n in self.counters}) == 1
         for call in self.once if one else self.calls:
             values[call.write] = call.function(*[values[n] for n in call.reads])
-        if one:
-            for number, source in self.copies:
-                values[number] = values[source]
+        return one
+
+    def spread(self, values: list[Any]) -> None:
+        """Gives numbers that were computed once to all who have them."""
+        for number, source in self.copies:
+            values[number] = values[source]
 
 
 class Cells:
@@ -196,9 +206,20 @@ class Cells:
         self.arrays = [[part.numpy() for part in split_bytes(here, sizes)] for here in self.here]
         self.left: list[torch.cuda.Event | None] = [None, None]
         self.turn = -1
+        #: by type: the numbers to look at while all counters agree, and for each cell which of them it holds
+        self.once: list[tuple[list[int], Any]] = []
 
-    def fill(self, values: list[Any], key: Sequence[int]) -> None:
-        """Puts the numbers of a step where its kernels read them."""
+    def share(self, stands_for: Mapping[int, int]) -> None:
+        """Tells whose number a cell has while all counters agree."""
+        self.once = []
+        for _, numbers in self.numbers:
+            sources = [stands_for.get(n, n) for n in numbers]
+            distinct = sorted(set(sources))
+            place = {n: i for i, n in enumerate(distinct)}
+            self.once.append((distinct, numpy.array([place[n] for n in sources])))
+
+    def fill(self, values: list[Any], key: Sequence[int], alike: bool = False) -> None:
+        """Puts the numbers of a step where its kernels read them. `alike`: each was computed once."""
         turn = self.turn = (self.turn + 1) % len(self.here)
         half, first = divmod(turn, self.HALF)
         if not first and (event := self.left[half]) is not None:
@@ -207,8 +228,12 @@ class Cells:
             self.key.numpy()[:] = key
         mine, *arrays = self.arrays[turn]
         mine[:] = key
-        for array, (_, numbers) in zip(arrays, self.numbers, strict=True):
-            array[:] = [values[n] for n in numbers]
+        for i, array in enumerate(arrays):
+            if alike:
+                distinct, place = self.once[i]
+                numpy.take(numpy.array([values[n] for n in distinct], array.dtype), place, out=array, mode="clip")
+            else:
+                array[:] = [values[n] for n in self.numbers[i][1]]
         if self.there.is_cuda:
             self.there.copy_(self.here[turn], non_blocking=True)
             if first == self.HALF - 1:
@@ -313,12 +338,22 @@ class BoundPlan:
         needed = {*self.taken, *self.cells.tensors, *(r.buffer for r in plan.results if r.way == "host")}
         needed.update(n for launch in plan.launches if launch.provider == "choose" for n in launch.reads[:1])
         self.numbers = HostNumbers(self.host, counters, needed)
+        self.cells.share(self.numbers.stands_for)
 
     # ---- numbers of the host -----------------------------------------------------------------------------------------
 
-    def compute_numbers(self) -> None:
-        """What follows from the numbers the step was given."""
-        self.numbers.compute(self.values)
+    def fill_in(self, key: Sequence[int], agree: bool) -> bool:
+        """Computes what follows from the numbers of the step and sends it to where kernels read it.
+
+        True where each number was computed once and `spread_numbers` has not been called: calls that take numbers as
+        they are need them all, a graph that is replayed does not. `agree`: all counters are the number of the first.
+        """
+        alike = self.numbers.compute(self.values, agree)
+        self.cells.fill(self.values, key, alike)
+        return alike
+
+    def spread_numbers(self) -> None:
+        self.numbers.spread(self.values)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
@@ -486,15 +521,20 @@ class BoundPlan:
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
-    def outputs(self, which: Sequence[int]) -> list[Any]:
-        """Some of the results, where they lie; numbers of the host are tensors too."""
+    def outputs(self, which: Sequence[int], alike: bool = False) -> list[Any]:
+        """Some of the results, where they lie; numbers of the host are tensors too.
+
+        alike: each number stands only where it was computed.
+        """
         found: list[Any] = []
         for i in which:
             r = self.plan.results[i]
-            dtype = torch_dtype(self.plan.buffers[r.buffer].type.element)
-            found.append(
-                torch.tensor(self.values[r.buffer], dtype=dtype) if r.way == "host" else self.memory.tensor(r.buffer)
-            )
+            if r.way == "host":
+                number = self.numbers.stands_for.get(r.buffer, r.buffer) if alike else r.buffer
+                dtype = torch_dtype(self.plan.buffers[r.buffer].type.element)
+                found.append(torch.tensor(self.values[number], dtype=dtype))
+            else:
+                found.append(self.memory.tensor(r.buffer))
         return found
 
     def results(self) -> list[Any]:

@@ -1,23 +1,28 @@
 """Single numbers that a step reads from the host and writes back: learning rates, the optimizer's own counters.
 
 On a GPU the counters are moved into one vector, each still the user's own tensor, so that a step reads and writes them
-in one go.
+in one go. What a step has written into counters on the device is known here, and read from there only once somebody
+else has written one: reading would wait for the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..capture.slots import Slot
+from ..torch_private import version_of
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
 
 
 class Counters:
-    """The numbers of one compiled program, once its optimizer state exists; `buffers` hold its results."""
+    """The numbers of one compiled program, once its optimizer state exists.
+
+    `buffers` hold its results; `stands_for` says whose number a buffer has where all counters are one number.
+    """
 
     def __init__(
         self,
@@ -27,9 +32,10 @@ class Counters:
         buffers: Sequence[int],
         optimizer: torch.optim.Optimizer,
         ema_weight: Callable[[], float],
+        stands_for: Mapping[int, int],
         pack: bool,
     ):
-        self.plan, self.ema_weight = plan, ema_weight
+        self.plan, self.ema_weight, self.stands_for = plan, ema_weight, stands_for
         results = {r.slot.source: b for r, b in zip(program.results, buffers, strict=True) if r.slot is not None}
         self.hypers: list[tuple[int, Slot]] = []
         #: numbers that stay as they are once the first step is over
@@ -52,7 +58,11 @@ class Counters:
                     self.tensors.append((index, result, held[key]))
                 else:
                     self.plain.append((index, result, held, key))
-        self.vectors: list[tuple[torch.Tensor, list[int], list[int]]] = []
+        self.vectors: list[Vector] = []
+        #: the argument that stands for all counters where they agree
+        self.first = min([index for index in numbers if program.slots[index].kind == "optimizer_state"], default=-1)
+        #: the values that the numbers were last put into
+        self.put_into: list[Any] | None = None
         if pack:
             self.pack()
 
@@ -67,39 +77,103 @@ class Counters:
             first = tensors[0]
             wanted = [first.data_ptr() + i * first.element_size() for i in range(len(tensors))]
             together = len({t.untyped_storage().data_ptr() for t in tensors}) == 1
-            if together and [t.data_ptr() for t in tensors] == wanted:  # another program has packed them already
-                vector = first.as_strided((len(tensors),), (1,))
-            else:
+            if not together or [t.data_ptr() for t in tensors] != wanted:  # no other program has packed them
                 vector = torch.stack(tensors)
                 for i, (_, _, tensor) in enumerate(entries):
                     tensor.data = vector[i]
-            self.vectors.append((vector, [a for a, _, _ in entries], [r for _, r, _ in entries]))
+            results = [r for _, r, _ in entries]
+            sources = [self.stands_for.get(r, r) for r in results]
+            self.vectors.append(Vector([t for _, _, t in entries], [a for a, _, _ in entries], results, sources))
         self.tensors = [entry for entry in self.tensors if entry[1] < 0]
 
-    def read(self) -> dict[int, float]:
-        """All numbers, by argument."""
-        found = dict(self.still)
+    def put(self, values: list[Any], same_groups: bool = False) -> bool:
+        """Puts all numbers where a bound plan looks for them; true where all counters are one number, which then stands
+        in the place of the first alone. `same_groups`: hyper-parameters are what they were when this was last called.
+        """
+        if self.put_into is not values:
+            same_groups, self.put_into = False, values
+            for index, number in self.still.items():
+                values[index] = number
         for index, slot in self.hypers:
-            found[index] = self.ema_weight() if slot.source == ("ema_weight",) else float(self.plan.read(slot))
+            if slot.source == ("ema_weight",):
+                values[index] = self.ema_weight()
+            elif not same_groups:
+                values[index] = float(self.plan.read(slot))
+        if self.vectors and not self.tensors and not self.plain:
+            agreed = {vector.agreed() for vector in self.vectors}
+            if len(agreed) == 1 and None not in agreed:
+                values[self.first] = agreed.pop()
+                return True
+        for vector in self.vectors:
+            for argument, number in zip(vector.arguments, vector.read(), strict=True):
+                values[argument] = number
         for argument, _, tensor in self.tensors:
-            found[argument] = tensor.item()
-        for vector, arguments, _ in self.vectors:
-            found.update(zip(arguments, vector.tolist(), strict=True))
+            values[argument] = tensor.item()
         for argument, _, table, key in self.plain:
-            found[argument] = float(table[key])
-        return found
+            values[argument] = float(table[key])
+        return False
 
-    def write(self, outputs: Sequence[Any]) -> None:
-        """Puts the new numbers, by buffer, into the counters."""
+    def write(self, values: Sequence[Any], alike: bool = False) -> None:
+        """Puts the new numbers, by buffer, into the counters. `alike`: all counters were one number before."""
         for _, result, tensor in self.tensors:
             if result >= 0:
-                tensor.fill_(outputs[result])
-        for vector, _, results in self.vectors:
-            new = [outputs[r] for r in results]
-            if len(set(new)) == 1:
-                vector.fill_(new[0])
-            else:
-                vector.copy_(torch.tensor(new, dtype=vector.dtype))
+                tensor.fill_(values[result])
+        for vector in self.vectors:
+            vector.write(values, alike)
         for _, result, table, key in self.plain:
             if result >= 0:
-                table[key] = type(table[key])(outputs[result])
+                table[key] = type(table[key])(values[result])
+
+
+class Vector:
+    """Counters that are neighbours in memory, the arguments they are and the buffers of their new numbers.
+
+    `sources`: the buffers to look at instead where all counters were one number.
+    """
+
+    def __init__(self, counters: list[torch.Tensor], arguments: list[int], results: list[int], sources: list[int]):
+        self.counters, self.arguments, self.results, self.sources = counters, arguments, results, sources
+        #: a view of the first counter: autograd counts a write to all as a write to this one, for every program
+        self.memory = counters[0].detach().as_strided((len(counters),), (1,))
+        #: the same memory, where it is the host's
+        self.array = self.memory.numpy() if self.memory.device.type == "cpu" else None
+        self.one = len(set(sources)) == 1
+        #: on a device: the numbers that are there, the one that all are, and how often each counter was written by then
+        self.known: list[float] = []
+        self.common: float | None = None
+        self.versions: list[int] = []
+
+    def agreed(self) -> float | None:
+        """The number that all counters are now; None where they differ."""
+        if self.array is not None:
+            return float(self.array[0]) if (self.array == self.array[0]).all() else None
+        self.read()
+        return self.common
+
+    def read(self) -> list[float]:
+        """The numbers as they are now."""
+        if self.array is not None:
+            return self.array.tolist()
+        versions = list(map(version_of, self.counters))
+        if versions != self.versions:
+            self.keep(self.memory.tolist())
+            self.versions = versions
+        return self.known
+
+    def keep(self, numbers: list[float]) -> None:
+        self.known, self.common = numbers, numbers[0] if numbers.count(numbers[0]) == len(numbers) else None
+
+    def write(self, values: Sequence[Any], alike: bool) -> None:
+        if alike and self.one:
+            new = values[self.sources[0]]
+            if self.array is not None:
+                self.array.fill(new)
+                return
+            self.memory.fill_(new)
+            self.known, self.common = [new] * len(self.counters), new
+        else:
+            numbers = [values[n] for n in (self.sources if alike else self.results)]
+            self.memory.copy_(torch.tensor(numbers, dtype=self.memory.dtype))
+            self.keep(numbers)
+        if self.versions:
+            self.versions[0] = version_of(self.counters[0])

@@ -25,8 +25,11 @@ class Graphed:
     def __init__(self, bound: BoundPlan):
         self.bound = bound
         self.graph: torch.cuda.CUDAGraph | None = None
+        #: the numbers that are part of the graph
         self.kept: list[Any] = []
         self.taken = sorted(bound.taken)
+        #: where those stand while all counters agree
+        self.sources = [bound.numbers.stands_for.get(i, i) for i in self.taken]
         self.warm = False
         self.captures = 0
         #: why the steps run launch by launch; "" while they do not
@@ -40,15 +43,27 @@ class Graphed:
         values = self.bound.values
         return [values[i] for i in self.taken]
 
+    def replay(self, alike: bool = False) -> bool:
+        """Replays the graph where it stands for this step: there is one, with the numbers that calls take as they are.
+
+        alike: each number stands only where it was computed.
+        """
+        if self.graph is None:
+            return False
+        values = self.bound.values
+        if [values[i] for i in (self.sources if alike else self.taken)] != self.kept:
+            return False
+        self.graph.replay()
+        return True
+
     def run(self) -> None:
-        numbers = self.numbers()
-        if self.graph is not None and numbers == self.kept:
-            self.graph.replay()
+        """A step with all its numbers in place: replayed, or launch by launch, or captured and then replayed."""
+        if self.replay():
             return
         if self.refused or not self.warm:
             self.run_launches()
             return
-        self.capture(numbers)
+        self.capture(self.numbers())
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -109,25 +109,35 @@ class OwnState:
     ) -> None:
         """Makes copies again whose parameters somebody else has written since the last planned step."""
         copied = self._copied(slots, parameters)
-        if not copied or (self._counted is not None and list(map(version_of, copied)) == self._counted):
+        if not copied:
+            return
+        versions = list(map(version_of, copied))
+        if versions == self._counted:
             return
         for slot in slots:
             if slot.kind == "copy":
                 self.fetch(slot, parameters, device)
+        self._counted = versions
         if self._watch is not None:
             self._watch.reset()
 
     def watch(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], bound: BoundPlan) -> None:
         """Puts the look at a few elements of each copied parameter into a step that runs as a CUDA graph."""
         copied = self._copied(slots, parameters)
-        self._watch = Watch(copied) if copied and bound.device.type == "cuda" else None
-        if self._watch is not None:
-            bound.around(self._watch.head, self._watch.tail)
+        if not copied or bound.device.type != "cuda":
+            self._watch = None
+            return
+        places = [p.data_ptr() for p in copied]
+        if self._watch is None or self._watch.places != places:  # programs that take turns look at the same elements
+            self._watch = Watch(copied)
+        bound.around(self._watch.head, self._watch.tail)
 
-    def after_step(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
-        """After a planned step has written parameters and their copies: they agree."""
+    def after_step(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], replayed: bool = False) -> None:
+        """After a planned step has written parameters and their copies: they agree. A replayed graph is not counted."""
         if self._watch is None:
             self.follow(slots, parameters)
+        elif replayed and self._counted is not None:
+            return
         self._counted = list(map(version_of, self._copied(slots, parameters)))
 
     def _copied(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -261,6 +271,7 @@ class Watch:
     """
 
     def __init__(self, parameters: list[torch.Tensor]):
+        self.places = [p.data_ptr() for p in parameters]
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             groups.setdefault(parameter.dtype, []).append(sample(parameter))
@@ -272,6 +283,7 @@ class Watch:
         found = [torch.zeros((), dtype=torch.bool, device=device) for _ in self.before]
         self.changed = torch.zeros(len(found), dtype=torch.bool, device=device)
         self.arrived = torch.zeros(len(found), dtype=torch.bool, pin_memory=True)
+        self._arrived = memoryview(self.arrived.numpy())
         self.head: list[Call] = []
         self.tail: list[Call] = []
         for i, samples in enumerate(self.samples):
@@ -283,7 +295,7 @@ class Watch:
         self.head.append((self.arrived.copy_, (self.changed,), {"non_blocking": True}))
 
     def news(self) -> bool:
-        return bool(self.arrived.any())
+        return any(self._arrived)
 
     def reset(self) -> None:
         """The parameters were written by somebody who said so."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..backends.attentions import Decision, report_lines
 from ..cost import Movement, layer_group, movement_of
 from ..cost.html import page
 from ..cost.movement import roofline_lines, size_text
@@ -59,6 +60,8 @@ class Report:
     execution: dict[str, Any] = field(default_factory=dict)
     #: who runs what share of launches, bytes and time
     kernels: KernelsReport | None = None
+    #: which kernel runs each attention, and why
+    attention: list[Decision] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -96,6 +99,7 @@ class Report:
         lines += self._state_lines()
         lines += self._execution_lines()
         lines += [] if self.kernels is None else self.kernels.lines()
+        lines += report_lines(self.attention)
         lines += self._precision_lines()
         if self.verified:
             lines.append("the first step was run in eager PyTorch too and agreed")
@@ -189,6 +193,8 @@ def plain(value: Any) -> Any:
     """A field of the report as JSON has it."""
     if isinstance(value, KernelsReport):
         return value.to_dict()
+    if isinstance(value, list) and value and isinstance(value[0], Decision):
+        return [asdict(decision) for decision in value]
     return asdict(value) if isinstance(value, CastBytes) else value
 
 
@@ -220,6 +226,7 @@ def report_of(step: Any) -> Report:
         state=state_sizes(step),
         movement=movement,
         kernels=kernels_report(movement, step.choices if compiled.static is not None else None),
+        attention=list(compiled.attentions),
         title=type(step.model).__name__,
         execution=execution_of(compiled),
         skipped=None if skipped is None else int(skipped),

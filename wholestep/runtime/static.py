@@ -60,6 +60,8 @@ class StaticStep:
         self.graph: Graphed | None = None
         self.bindings = 0
         self.fixed: list[torch.Tensor] = []
+        #: of the last step: whether it was a replayed graph; whether its numbers stand only where they were computed
+        self.replayed = self.alike = False
         #: where every launch is to be announced to a profiler: what begins a range, what ends it
         self.ranges: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
 
@@ -128,17 +130,24 @@ class StaticStep:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def __call__(self, batch: Sequence[torch.Tensor], numbers: dict[int, float], key: Sequence[int]) -> BoundPlan:
-        """One step: numbers of the host by argument, the batch's tensors, the random key. Its results lie in the bound
-        plan until the next step."""
+    def __call__(
+        self, batch: Sequence[torch.Tensor], put: Callable[[list[Any]], bool], key: Sequence[int]
+    ) -> BoundPlan:
+        """One step on the batch's tensors with this random key. Its results lie in the bound plan until the next step.
+
+        put: puts the numbers of the host into the values of the plan; true where all counters are one number, which it
+        has put into the place of the first alone.
+        """
         bound = self.bound
         assert bound is not None
         foreach_copy(self.fixed, [batch[source] for _, source in self.batch])
-        values = bound.values
-        for index, number in numbers.items():
-            values[index] = number
-        bound.compute_numbers()
-        bound.cells.fill(values, key)
+        self.alike = bound.fill_in(key, put(bound.values))
+        self.replayed = self.ranges is None and self.graph is not None and self.graph.replay(self.alike)
+        if self.replayed:
+            return bound
+        if self.alike:
+            bound.spread_numbers()
+            self.alike = False
         if self.ranges is not None:
             bound.run_in_ranges(*self.ranges)
         elif self.graph is not None:

@@ -8,22 +8,21 @@ between two steps.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
-import signal
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, overload
 
 import torch
 from torch import nn
 
+from ..backends.attentions import Decision
 from ..backends.choose import Choices
 from ..budget import BudgetReport
 from ..capture.capture import named_state
@@ -50,13 +49,10 @@ from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .report import Report, report_of
 from .saved import write_step
+from .signals import Uninterrupted
 from .static import Arena, StaticStep, Unfit
 from .unchanged import Snapshot
 from .verification import compare_with_eager
-
-SIGNALS = tuple(map(int, signal.valid_signals()))
-#: `signal.getsignal` without the detour through an enum
-HANDLER: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 
 
 class Compiled:
@@ -85,8 +81,10 @@ class Compiled:
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
         #: strides of what the step lays out itself, by the source of its slot
         self.laid = {program.slots[i].source: s for i, s in own_strides(program.function).items()}
-        #: numbers of the results that are not new state
+        #: numbers of the results that are not new state, what they are, and which of them are the user's
         self.returned = [i for i, r in enumerate(program.results) if r.slot is None]
+        self.kinds = [program.results[i].kind for i in self.returned]
+        self.users = [i for i, kind in enumerate(self.kinds) if kind in ("loss", "output")]
         #: whether the program may hold an update back, so that counters live on its device
         self.skips = any(s.kind == "scaler" for s in program.slots)
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
@@ -96,12 +94,22 @@ class Compiled:
         self.snapshot: Snapshot | None = None
         #: what was computed again to fit a memory budget
         self.budget: BudgetReport | None = None
+        #: which kernel runs each attention, and why
+        self.attentions: list[Decision] = []
         self.counters: Counters | None = None
 
     @property
     def planned(self) -> Planned | None:
         """The plan with what was fused for it; None where the reference executor runs the program."""
         return None if self.static is None else self.static.planned
+
+    def put_numbers(self, values: list[Any]) -> bool:
+        """Puts the numbers of a step that is not the first into the values of its plan: see `Counters.put`."""
+        assert self.counters is not None and self.snapshot is not None
+        agree = self.counters.put(values, self.snapshot.same_groups)
+        if not self.snapshot.same_groups:
+            self.snapshot.keep_groups()
+        return agree
 
     @cached_property
     def executable(self) -> Executable:
@@ -126,7 +134,7 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer, self.options = model, loss_fn, optimizer, options
         self.example_batch = example_batch
         self._recompile, self._key_of = recompile, key_of
-        self._lock = threading.RLock()
+        self._lock, self._uninterrupted = threading.RLock(), Uninterrupted()
         self._own = OwnState(options)
         #: the memory of all compiled programs
         self.arena = Arena()
@@ -159,7 +167,8 @@ class TrainStep:
                 "the step was called in a DataLoader worker, which is another process with a copy of the model: what "
                 "it learns there is lost; call it in the loop that reads the loader"
             )
-        with self._lock, torch.inference_mode(False), torch.profiler.record_function("wholestep.step"):
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with self._lock, outside, torch.profiler.record_function("wholestep.step"):
             start = time.perf_counter()
             refuse_autocast("called")
             if self._holds_averages:
@@ -401,14 +410,13 @@ class TrainStep:
             outputs = compiled.executable([t.detach() for t in inputs])
             compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
             self.verified = True
-        with uninterrupted(), torch.no_grad():
+        with self._uninterrupted, torch.no_grad():
             if compiled.static is not None:
                 found = self._run_planned(compiled, compiled.static, batch)
             if compiled.static is None:
                 found = self._run_reference(compiled, batch)
-            kinds = [program.results[i].kind for i in compiled.returned]
-            user = [v for v, kind in zip(found, kinds, strict=True) if kind in ("loss", "output")]
-            by_kind = dict(zip(kinds, found, strict=True))
+            user = [found[i] for i in compiled.users]
+            by_kind = dict(zip(compiled.kinds, found, strict=True))
             norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
             compiled.plan.finish(program.updated)
             mark_optimizer_called(self.optimizer)
@@ -433,10 +441,11 @@ class TrainStep:
         """A step from the plan. The results are the user's to keep."""
         program, own, created = compiled.program, self._own, dict[str, dict[str, Any]]()
         parameters = program.captured.parameters
+        put: Callable[[list[Any]], bool]
         own.notice_changes()
         if compiled.snapshot is None:
             inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
-            numbers = {i: float(inputs[i]) for i in compiled.numbers}
+            put = partial(put_first, {i: float(inputs[i]) for i in compiled.numbers})
             try:
                 self._refuse_converted(compiled, inputs, created)
                 static.bind(inputs)
@@ -446,12 +455,11 @@ class TrainStep:
             assert static.bound is not None
             own.watch(program.slots, parameters, static.bound)
         else:
-            assert compiled.counters is not None
             own.follow_parameters(program.slots, parameters, compiled.device)
-            numbers = compiled.counters.read()
+            put = compiled.put_numbers
         installed = self._install(compiled, created)
         try:
-            bound = static(batch, numbers, (own.seed, own.counter, 0))
+            bound = static(batch, put, (own.seed, own.counter, 0))
         except BaseException as error:
             written = static.written_before(error)
             compiled.snapshot = None
@@ -470,14 +478,24 @@ class TrainStep:
             pack = compiled.device.type == "cuda"
             buffers = [r.buffer for r in static.plan.results]
             compiled.counters = Counters(
-                program, compiled.plan, compiled.numbers, buffers, self.optimizer, own.ema_weight, pack
+                program,
+                compiled.plan,
+                compiled.numbers,
+                buffers,
+                self.optimizer,
+                own.ema_weight,
+                bound.numbers.stands_for,
+                pack,
             )
-            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-        compiled.counters.write(bound.values)  # type: ignore[union-attr]
+        counters = compiled.counters
+        assert counters is not None
+        counters.write(bound.values, static.alike)
         if compiled.snapshot is None:
-            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan)
-        own.after_step(program.slots, parameters)
-        return [v.clone() for v in bound.outputs(compiled.returned)]
+            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+            hypers = {slot.source[2] for _, slot in counters.hypers if slot.source[0] == "group"}
+            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, hypers)
+        own.after_step(program.slots, parameters, static.replayed)
+        return [v.clone() for v in bound.outputs(compiled.returned, static.alike)]
 
     def _refuse_converted(self, compiled: Compiled, inputs: list[torch.Tensor], created: dict[str, Any]) -> None:
         """Raises where state of the optimizer is not a tensor that can be updated in place."""
@@ -606,6 +624,13 @@ class TrainStep:
         }
 
 
+def put_first(numbers: dict[int, float], values: list[Any]) -> bool:
+    """Puts the numbers of a first step, by argument, into the values of its plan."""
+    for index, number in numbers.items():
+        values[index] = number
+    return False
+
+
 def storage(tensor: torch.Tensor) -> int:
     """The memory behind a tensor."""
     return tensor.untyped_storage().data_ptr()
@@ -633,30 +658,3 @@ def refuse_autocast(what: str) -> None:
                 f"torch.autocast is on where the step is {what}; it does not reach into a compiled step: leave the "
                 '`with torch.autocast(...)` block, and compile the step with precision="bf16" instead'
             )
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds signals with Python handlers (Ctrl-C, alarms) back until the block is done; other threads get none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[tuple[int, Any]] = []
-    handlers: dict[int, Any] = {}
-    for number in SIGNALS:
-        handler = HANDLER(number)
-        if callable(handler):
-            handlers[number] = handler
-
-    def hold(number: int, frame: Any) -> None:
-        received.append((number, frame))
-
-    try:
-        for number in handlers:
-            signal.signal(number, hold)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in received:
-            handlers[number](number, frame)

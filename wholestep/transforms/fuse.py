@@ -21,6 +21,7 @@ from ..ir.attributes import Symbol
 from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
 from ..ir.types import I64
+from .again import CHEAP, compute_again
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
@@ -93,9 +94,15 @@ class Reach:
         """From now on these run together, after everything that any of them needs."""
         own = self.bits(members)
         rows = [self.number[op] for op in members]
-        needed = np.bitwise_or.reduce(self.before[rows], axis=0) & ~own
-        later = ((self.before & own) != 0).any(axis=1)
-        self.before[later] |= needed | own
+        known = self.before[rows]
+        needed = np.bitwise_or.reduce(known, axis=0) & ~own
+        for place, i in enumerate(rows):
+            known[place, i >> 6] |= np.uint64(1 << (i & 63))
+        # whoever runs after one of them has what that one needs: only where the others need more are there new bits
+        missing = np.flatnonzero(np.bitwise_or.reduce((needed | own) & ~known, axis=0))
+        words = np.flatnonzero(own)
+        later = np.flatnonzero((self.before[:, words] & own[words]).any(axis=1))
+        self.before[np.ix_(later, missing)] |= (needed | own)[missing]
         self.before[rows] = needed
 
 
@@ -160,7 +167,7 @@ class Fuser:
         self.take_apart()
         self.duplicate()
         ops = [op for op in self.block if not op.definition.terminator]
-        self.position = {op: i for i, op in enumerate(self.block)}
+        self.position: dict[Op, float] = {op: i for i, op in enumerate(self.block)}
         names = site_names(root_of(self.function))
         self.names = {op: names.get(op, op.name) for op in ops}
         self.groups: dict[Op, Group] = {}
@@ -228,7 +235,7 @@ class Fuser:
         if op.name == "step.select" and op.operands[0] in self.on_host:
             return "it hands on one of two tensors"
         position = {o: i for i, o in enumerate([*self.sources(op), op])}
-        return self.bodies(piece_of([op], position)).why_not
+        return self.bodies.why_not(piece_of([op], position))
 
     def sources(self, op: Op) -> list[Op]:
         """Views and constants that an op looks through, in some order that respects them."""
@@ -288,7 +295,11 @@ class Fuser:
     def is_cheap(self, op: Op) -> bool:
         if op.name not in CHEAP or len(op.results) != 1 or len(op.results[0].uses) < 2 or not self.is_fusible(op):
             return False
-        return len(op.results[0].uses) <= READERS and self.shrinks_backwards(op)
+        return len(op.results[0].uses) <= READERS and self.shrinks_backwards(op, self.is_in_memory(op.results[0]))
+
+    def is_in_memory(self, value: Value) -> bool:
+        """Whether a value is written in any case: some reader is no part of a kernel."""
+        return any(not self.is_fusible(u) for u in readers_of(value))
 
     # ---- joining -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +311,7 @@ class Fuser:
             op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
         }
         if self.recipe:
-            return replay(self, self.recipe)
+            return compute_again(self, replay(self, self.recipe))
         join_forced(self, self.force)
         fusible = [op for op in self.nodes if self.is_fusible(op)]
         #: they go with their reader rather than with what they read: it is smaller than what they make
@@ -317,7 +328,7 @@ class Fuser:
         chosen = {
             id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
         }
-        return list(chosen.values())
+        return compute_again(self, list(chosen.values()))
 
     def join_makers(self, op: Op) -> None:
         """Joins an op with the kernels of what it reads, the largest first."""
@@ -340,11 +351,12 @@ class Fuser:
             return False
         return self.shrinks_backwards(op)
 
-    def shrinks_backwards(self, op: Op) -> bool:
+    def shrinks_backwards(self, op: Op, strictly: bool = False) -> bool:
         """Whether what an op reads is no larger than what it makes."""
         made = op.results[0].type.bytes
         large = {base(v) for v in op.operands if v.type.bytes * MUCH_SMALLER > made and v.type.size > 1}
-        return sum(v.type.bytes for v in large) <= made
+        read = sum(v.type.bytes for v in large)
+        return read < made if strictly else read <= made
 
     def stands_alone(self, op: Op) -> bool:
         return self.alone(op) and any(r.uses for r in op.results) and not is_view(op)
@@ -393,7 +405,7 @@ class Fuser:
             maker = value.op
             if maker in self.groups and self.is_fusible(maker) and set(readers_of(value)) == {op}:
                 found.append(self.groups[maker])
-        return [g for g in found if {HALVES.get(m.phase, 3) for m in g.members} == {HALVES.get(op.phase, 3)}]
+        return [g for g in found if set(map(self.half, g.members)) == {self.half(op)}]
 
     def try_join(self, a: Group, b: Group, producer: Op, consumer: Op) -> bool:
         why = self.why_not(a, b, producer, consumer)
@@ -410,7 +422,7 @@ class Fuser:
             if fnmatch.fnmatchcase(key, pattern):
                 self.fusion.forbidden.add(f"fuse {pattern}")
                 return "it is forbidden"
-        halves = {HALVES.get(op.phase, 3) for op in (producer, consumer)}
+        halves = {max(map(self.half, group.members)) for group in (a, b)}
         if len(halves) > 1 and not self.may_wait(a, b):
             return f"one is part of {producer.phase}, the other of {consumer.phase}"
         if a.points * SMALLER < b.points and len(a.members) > 2:
@@ -419,8 +431,11 @@ class Fuser:
         if between is not None:
             return f"{self.names[between]} must run between them"
         position = self.position
-        piece = piece_of([*a.members, *b.members], position)
-        return self.bodies(piece).why_not
+        return self.bodies.why_not(piece_of([*a.members, *b.members], position))
+
+    def half(self, op: Op) -> int:
+        """Forward, backward or update."""
+        return HALVES.get(op.phase, 3)
 
     def may_wait(self, a: Group, b: Group) -> bool:
         """Whether the first may be put off until the second runs: what it reads is no larger than what it gives, and
@@ -462,7 +477,7 @@ class Fuser:
             last = group.members[-1]
             builder = Builder(self.block, last, last.loc, last.phase)
             op = builder.create(Fused, piece.inputs, [v.type for v in piece.outputs], {"callee": Symbol(name)})
-            self.fusion.kernels.append((op, [self.names[m] for m in group.members]))
+            self.fusion.kernels.append((op, [self.names[m] for m in group.members if m in self.names]))
             self.replace(piece, op)
             gone = set(group.members)
             for inner in reversed(piece.ops):
@@ -516,11 +531,6 @@ def readers_of(value: Value) -> list[Op]:
 
 #: how many of its results, after the first, are the statistics of a normalisation
 STATISTICS = {"step.layer_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
-#: ops that cost next to nothing beside the bytes they read
-CHEAP = frozenset(
-    f"step.{n}"
-    for n in ("cast", "neg", "abs", "relu", "add", "sub", "mul", "select", "lt", "le", "gt", "ge", "eq", "ne")
-)
 LARGE, NEAR, SMALLER = 1 << 16, 80, 4
 #: an operand so much smaller than a result does not count; an op with more readers is computed once
 MUCH_SMALLER, READERS = 16, 6

@@ -5,10 +5,12 @@ reads, over every value in between that cheap ops make: pointwise ops, casts, vi
 given their statistics. A value on the cut is kept and costs its bytes; what lies behind the cut becomes `recompute` and
 `renormalize` transformations, which change no bit of a result. For kernels that fuse: there computing again is free.
 
-Two things keep chains such as a residual stream from being summed up again from their first term:
-- an op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
-  bytes of all joined operands but the largest;
-- a value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
+What counts is bytes: those that are kept, and those that computing again moves beside what backward reads anyway.
+- A value that forward writes to memory in any case, because a product reads it, is cheaper to keep than one that would
+  be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`).
+- An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
+  bytes of all joined operands but the largest. It keeps a residual stream from being summed up again.
+- A value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
   cut goes beyond that, the first value that does counts as one that forward alone can make, and it is cut again.
 """
 
@@ -26,10 +28,12 @@ from ..ir.attributes import freeze
 from ..ir.builtin import functions
 from ..ir.collector import collector_paused
 from ..ir.core import Block, Op, Value
+from . import backward_forms
 from .flow import UNBOUNDED, Network
 from .opportunity import Opportunity, matches, near, register_transformation, site_names, sites
 from .recompute import Recompute, bytes_of, is_late, is_made, run_again, why_not
 from .regenerate import EARLY
+from .regions import ANCHORS
 
 NORMALISATIONS = (LayerNorm, RmsNorm, GroupNorm, BatchNorm)
 MOVES = (Shape, SliceUpdate, Concat)
@@ -63,16 +67,19 @@ class Limits:
 
     ops: int = 30
     reads: float = 4.0
-    joins: float = 0.6  # more than half, so that an f32 residual sum is not given up for its 16-bit branch
+    joins: float = 1.0
+    writes: float = 0.25
+    rewrites: float = 0.5
     least: int = 4096  # values of fewer bytes are kept for nothing
 
 
 def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
     """Keeps as few bytes of forward for backward as it can; gives the recipe of it.
 
-    forbid: keys or patterns of `recompute` and `renormalize` opportunities that are not taken.
+    forbid: keys or patterns of opportunities that are not taken: `recompute`, `renormalize` and the forms of backward
+    ops that are taken first (`backward_forms.py`).
     """
-    return take(module, choose(module, forbid, limits))
+    return [*backward_forms.take(module, forbid), *take(module, choose(module, forbid, limits))]
 
 
 def choose(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
@@ -145,6 +152,8 @@ class Values:
     early: list[Op] = field(default_factory=list)
     cheap: set[Op] = field(default_factory=set)  # ops of forward that may be computed again
     read: list[Value] = field(default_factory=list)  # values of forward that a later phase reads
+    written: set[Value] = field(default_factory=set)  # what forward writes to memory in any case: a product reads it
+    rewritten: set[Value] = field(default_factory=set)  # what a product of a later phase reads from memory
     given_back: set[Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -156,6 +165,8 @@ class Values:
                     self.cheap.add(op)
             elif is_late(op):
                 read.update((v, None) for v in op.operands if v.op is not None and v.op.phase in EARLY)
+            if op.name in ANCHORS:
+                (self.written if op.phase in EARLY else self.rewritten).update(map(base_of, op.operands))
         self.read = list(read)
         if self.block.last is not None:
             self.given_back.update(map(base_of, self.block.last.operands))
@@ -169,7 +180,14 @@ class Values:
 
     def cost(self, value: Value) -> int:
         """What keeping a value costs. A view is kept by keeping what it shows."""
-        return UNBOUNDED if is_view(value.op) and value.op in self.cheap else bytes_of(value)  # type: ignore[arg-type]
+        if is_view(value.op) and value.op in self.cheap:  # type: ignore[arg-type]
+            return UNBOUNDED
+        return int(bytes_of(value) * (1.0 if value in self.written else 1.0 + self.limits.writes))
+
+    def cost_again(self, value: Value, surplus: int) -> int:
+        """What computing a value again costs, where its op reads `surplus` bytes more than it makes."""
+        rewritten = bytes_of(value) if value in self.rewritten else 0
+        return int(self.limits.joins * surplus + self.limits.rewrites * rewritten)
 
     def sources(self, value: Value) -> list[Value] | None:
         """What a value is computed again from, beside what is there anyway; None where it cannot be."""
@@ -206,8 +224,7 @@ def minimum(values: Values) -> list[Op]:
             continue
         for source in made_of:
             network.add(number[source] + 1, node, UNBOUNDED)
-        if surplus:
-            network.add(start, node, int(values.limits.joins * surplus))
+        network.add(start, node, values.cost_again(value, surplus))
     for value in wanted:
         network.add(number[value] + 1, end, UNBOUNDED)
     while True:

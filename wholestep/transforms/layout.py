@@ -16,7 +16,7 @@ from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.step.layout import Layout, inverse
 from ..dialects.step.optimizers import OptimizerUpdate
 from ..dialects.step.reductions import Reduction
-from ..dialects.strides import Strides, reshaped, same_places
+from ..dialects.strides import Strides, reshaped, same_places, strides_in
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .flow import UNBOUNDED, Network
@@ -109,15 +109,6 @@ def around(op: Op) -> Op:
 
 def channels_last(rank: int) -> Order:
     return (0, *range(2, rank), 1)
-
-
-def strides_in(shape: Sequence[int], order: Order) -> Strides:
-    """Strides of a tensor without gaps whose dimensions lie in this order."""
-    out, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        out[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(out)
 
 
 def differ(shape: Sequence[int], one: Order, other: Order) -> bool:

@@ -126,7 +126,7 @@ def is_primitive(op: Op) -> bool:
     kind = op.definition
     if kind.name == "step.random":
         return op.distribution == "uniform" and op.y.type.element.bits <= 32
-    if getattr(kind, "pointwise", False):
+    if getattr(kind, "element", None) is None and getattr(kind, "pointwise", False):
         return kind.name.partition(".")[2] in FUNCTIONS
     return getattr(kind, "element", None) is not None
 
@@ -300,10 +300,12 @@ class Lowering:
             else:
                 op = value.op
                 assert op is not None
-                if op.definition.pointwise:  # type: ignore[attr-defined]
+                if op.definition.element is None:  # type: ignore[attr-defined]
                     found = self.pointwise(op, index)
                 else:
                     found = op.definition.element(self, op, index)  # type: ignore[attr-defined]
+                    if isinstance(found, tuple):  # a number per result
+                        found = found[op.results.index(value)]
             self.known[key] = found
         return found
 
@@ -468,6 +470,10 @@ class Lowering:
         if low < 0 or high >= by:
             return self.divided(Computed(self.as_number(place)), by)
         return quotient, rest
+
+    def refuse(self, why: str) -> None:
+        """For a rule that is no good for an op."""
+        raise NotLoops(why)
 
     def reduce(
         self, value: Value, kind: str, places: Sequence[Affine], index: Sequence[Place], dtype: ScalarType

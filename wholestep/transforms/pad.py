@@ -45,7 +45,12 @@ class Pad(Transformation):
         assert op.parent is not None
         b = StepBuilder(op.parent, op, op.loc, op.phase)
         lhs, rhs = filled(b, op.lhs, left, wanted), filled(b, op.rhs, right, wanted)
-        y: Value = b.contract(lhs, rhs, op.addend, spec=op.spec)
+        addend = op.addend
+        if addend is not None:
+            shape = addend.type.shape
+            tail = zip(out[len(out) - len(shape) :], shape, strict=True)
+            addend = filled(b, addend, "".join(label if n > 1 else "." for label, n in tail), wanted)
+        y: Value = b.contract(lhs, rhs, addend, spec=op.spec)
         for dim, label in enumerate(out):
             if label in wanted:
                 y = b.slice(y, dim=dim, start=0, end=wanted[label][0])
@@ -70,12 +75,6 @@ def unaligned(op: Op) -> dict[str, tuple[int, int]]:
 def why_not(op: Op) -> str:
     if Contract.flops(op) < WORTH:
         return "the product is too small to be worth copies of its operands"
-    out = parse_spec(op.spec)[2]
-    if op.addend is not None:
-        shape = op.addend.type.shape
-        tail = out[len(out) - len(shape) :]
-        if any(label in unaligned(op) and n != 1 for label, n in zip(tail, shape, strict=True)):
-            return "its addend has the dimension too"
     return ""
 
 

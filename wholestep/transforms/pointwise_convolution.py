@@ -3,6 +3,9 @@
 Each pixel is a row of channels there, so nothing moves: the images are looked at as [N, H, W, C]. The library's product
 writes where it is told, which its convolutions do not, and kernels around it may be part of it. Sums are in another
 order.
+
+`strided_gradient` is the same for the input gradient of one that skips pixels: the zeros between the pixels that it has
+seen belong to whoever reads the gradient, so it is for kernels that fuse.
 """
 
 from __future__ import annotations
@@ -53,9 +56,44 @@ class PointwiseConvolution(Transformation):
             y = b.contract(rows(op.dy), matrix(b, op.w), spec=f"{pixels}o,oc->{pixels}c")
         else:
             y = b.contract(rows(op.dy), rows(op.x), spec=f"{pixels}o,{pixels}c->oc")
-        weight = op.definition is ConvWeightGrad
-        op.result.replace_by(b.reshape(y, shape=op.weight_shape) if weight else b.transpose(y, order=back))
+        if op.definition is ConvWeightGrad:
+            made = b.reshape(y, shape=op.weight_shape)
+        else:
+            made = apart(b, b.transpose(y, order=back), op)
+        op.result.replace_by(made)
         op.erase()
+
+
+@register_transformation
+class StridedGradient(PointwiseConvolution):
+    """Level 2: the input gradient of one convolution, and its readers."""
+
+    name = "strided_gradient"
+    level = 2
+
+    def find(self, module: Op) -> list[Opportunity]:
+        found: list[Opportunity] = []
+        names = site_names(module)
+        for function in functions(module):
+            ops = [op for op in function.regions[0].block if op.definition is ConvInputGrad and is_wide(op)]
+            wanted = [op for op in ops if set(taps(op)) == {1} and any(n > 1 for n in op.stride)]
+            last = lie_channels_last(function) if wanted else set()
+            for op in wanted:
+                grouped = "it is transposed" if op.transposed else "its channels are in groups" * (op.groups > 1)
+                reason = grouped or ("it pads" if any(op.padding) else why_no_rows(op, last))
+                less = op.dy.type.bytes * op.dx.type.shape[1] // op.dy.type.shape[1] - 3 * op.dx.type.bytes
+                found.append(Opportunity(self.name, names[op], Change() if reason else Change(bytes=less), reason))
+        return found
+
+
+def apart(b: StepBuilder, image: Value, op: Op) -> Value:
+    """The gradient of a convolution that skips pixels: those that it has seen, with zeros between them."""
+    shape = op.result.type.shape
+    for dim, stride in enumerate(op.stride, 2):
+        if stride > 1 and op.definition is ConvInputGrad:
+            end = (image.type.shape[dim] - 1) * stride + 1
+            image = b.slice_grad(image, dim=dim, start=0, end=end, stride=stride, size=shape[dim])
+    return image
 
 
 def taps(op: Op) -> tuple[int, ...]:
@@ -74,6 +112,11 @@ def why_not(op: Op, last: set[Value]) -> str:
         return "it is transposed" if op.transposed else f"its channels are in {op.groups} groups"
     if any(n != 1 for n in op.stride) or any(op.padding):
         return "it skips pixels or pads them; a product has a row for each"
+    return why_no_rows(op, last)
+
+
+def why_no_rows(op: Op, last: set[Value]) -> str:
+    """Why the pixels of an op's images are no rows of a product; empty where they are."""
     if op.operands[0].type.element.text not in ("bf16", "f16"):
         return "only in 16 bits is the product of the libraries as fast as their convolution"
     images = op.operands if op.definition is ConvWeightGrad else op.operands[:1]

@@ -5,10 +5,12 @@ Views cost nothing and are no work of their own: a piece takes along the views a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..dialects.loop import NoSchedule, Schedule, Store, schedule, varying
+from ..ir.attributes import attribute_text
 from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
@@ -20,6 +22,8 @@ from .loops import NotLoops, is_primitive, lowered
 POINTERS, OPS = 30, 240
 #: the longest row of which a kernel needs everything at once
 LONGEST_ROW = 1 << 17
+#: the longest over which columns are summed beside what is done along the row
+SUMMED_ROW = 1 << 14
 #: and of one whose elements are no neighbours: the statistics of a channel are a kernel of their own
 STREWN_ROW = 1 << 11
 
@@ -63,9 +67,31 @@ class Body:
     kernel: Op | None = None
     schedule: Schedule | None = None
     why_not: str = ""
+    rows: Rows | None = None
 
 
-def piece_of(members: Iterable[Op], position: dict[Op, int]) -> Piece:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a kernel: their sizes, and which limits they have to keep."""
+
+    sizes: tuple[int, ...]
+    held: bool
+    strewn: bool
+    summed: bool
+
+    @property
+    def why_not(self) -> str:
+        row = math.prod(self.sizes)
+        if self.summed and row > SUMMED_ROW:
+            return f"sums of every column of rows of {row:,} elements would be held at once"
+        if self.held and row > LONGEST_ROW:
+            return f"a row of {row:,} elements would be needed at once"
+        if self.strewn and row > STREWN_ROW:
+            return f"rows of {row:,} elements that are strewn over memory"
+        return ""
+
+
+def piece_of(members: Iterable[Op], position: Mapping[Op, float]) -> Piece:
     """The piece that some ops make; `position` is that of every op of the function."""
     chosen = set(members)
     ops: dict[Op, None] = dict.fromkeys(chosen)
@@ -99,12 +125,12 @@ def piece_of(members: Iterable[Op], position: dict[Op, int]) -> Piece:
 
 def goes_inside(value: Value, chosen: set[Op], direct: set[Value]) -> bool:
     """Whether a view is taken inside of the kernel. A slice of something else is left to strides, so that only what it
-    shows is an operand."""
+    shows is an operand; a layout of something else is a copy that others read too."""
     root = base(value)
     if root.op in chosen or root in direct:
         return True
     while (op := value.op) is not None and is_view(op):
-        if op.name == "step.slice":
+        if op.name in ("step.slice", "step.layout"):
             return False
         value = op.operands[0]
     return True
@@ -136,6 +162,8 @@ class Bodies:
     """The bodies of pieces; pieces of equal structure, such as those of equal layers, are looked at once."""
 
     known: dict[tuple[str, tuple[int, ...]], Body] = field(default_factory=dict)
+    #: per form: why there is no kernel, and its rows with numbers of sizes instead of sizes
+    forms: dict[tuple[object, ...], tuple[str, Rows | None]] = field(default_factory=dict)
 
     def __call__(self, piece: Piece) -> Body:
         key = (structural_hash(piece.ops, ("phase",)), self.shown(piece))
@@ -143,6 +171,23 @@ class Bodies:
         if found is None:
             found = self.known[key] = self.make(piece)
         return found
+
+    def why_not(self, piece: Piece) -> str:
+        """Why a piece is no kernel; empty where it is one. Pieces that differ in sizes alone are looked at once."""
+        if any(matters_how_large(op) for op in piece.ops):
+            return self(piece).why_not
+        form, sizes = form_of(piece.ops)
+        key = (form, self.shown(piece))
+        if key not in self.forms:
+            body = self(piece)
+            rows = body.rows
+            if rows is not None:
+                rows = replace(rows, sizes=tuple(map(sizes.index, rows.sizes)))
+            self.forms[key] = ("" if rows is not None else body.why_not, rows)
+        why, rows = self.forms[key]
+        if rows is not None:
+            return replace(rows, sizes=tuple(sizes[number] for number in rows.sizes)).why_not
+        return self(piece).why_not if any(c.isdigit() for c in why) else why  # (that says a size)
 
     def shown(self, piece: Piece) -> tuple[int, ...]:
         """Which results are seen from outside."""
@@ -160,19 +205,16 @@ class Bodies:
         except (NotLoops, NoSchedule) as error:
             return Body(function, why_not=str(error))
         largest = max((v.type.size for op in piece.ops for v in (*op.operands, *op.results)), default=1)
-        points = 1
-        for n in walk.sizes:
-            points *= n
+        points = math.prod(walk.sizes)
         if points > largest and not any(op.name in ANCHORS for op in piece.ops):
             return Body(function, why_not="they walk different dimensions")
-        row = 1
-        for d in walk.row:
-            row *= walk.sizes[d]
-        if walk.along and walk.outer and row > LONGEST_ROW and points <= largest and comes_back(kernel, walk):
-            return Body(function, why_not=f"a row of {row:,} elements would be needed at once")
-        if walk.along and row > STREWN_ROW and points <= largest and not trailing(walk) and comes_back(kernel, walk):
-            return Body(function, why_not=f"rows of {row:,} elements that are strewn over memory")
-        return Body(function, kernel, walk)
+        again = bool(walk.along) and points <= largest and comes_back(kernel, walk)
+        row = tuple(walk.sizes[d] for d in walk.row)
+        summed = bool(walk.along) and any(varying(kernel)[op.results[0]] & set(walk.row) for op in walk.across)
+        rows = Rows(row, again and bool(walk.outer), again and not trailing(walk), summed)
+        if rows.why_not:
+            return Body(function, why_not=rows.why_not, rows=rows)
+        return Body(function, kernel, walk, rows=rows)
 
     def problem(self, piece: Piece) -> str:
         if not piece.inputs:
@@ -199,6 +241,52 @@ ANCHORS = frozenset(
     + ("conv", "conv_input_grad", "conv_weight_grad")
 )
 ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
+
+
+#: ops whose loop form hangs on which sizes are equal or one, but not on how large they are; so are pointwise ones
+SIZELESS = frozenset(f"step.{n}" for n in ("broadcast", "constant", "mean", "sum", "transpose"))
+#: attributes of theirs that results show, or that are numbers
+UNSEEN = frozenset(("phase", "shape", "type", "value"))
+
+
+def matters_how_large(op: Op) -> bool:
+    """Whether the loop form of an op may hang on how large its dimensions are."""
+    if op.name == "step.reshape":
+        return [n for n in op.operands[0].type.shape if n != 1] != [n for n in op.results[0].type.shape if n != 1]
+    kind = op.definition
+    plain = getattr(kind, "pointwise", False) and getattr(kind, "element", None) is None
+    return not (plain or op.name in SIZELESS)
+
+
+def form_of(ops: Sequence[Op]) -> tuple[str, list[int]]:
+    """What ops are beside their sizes: text in which equal sizes have equal numbers, and those sizes by number.
+
+    Which value is larger is part of it: dimensions are walked in the order of the largest.
+    """
+    sizes: dict[int, int] = {1: 0}
+    numbers: dict[Value, int] = {}
+    lines: list[str] = []
+
+    def text(value: Value) -> str:
+        dims = ",".join([str(sizes.setdefault(n, len(sizes))) for n in value.type.shape])
+        return f"{value.type.element.text}[{dims}]"
+
+    for op in ops:
+        line = [op.definition.name]
+        for value in op.operands:
+            if value not in numbers:
+                numbers[value] = len(numbers)
+                line.append(text(value))
+            line.append(str(numbers[value]))
+        line += [f"{k}={attribute_text(op.attributes[k])}" for k in sorted(op.attributes) if k not in UNSEEN]
+        for value in op.results:
+            numbers[value] = len(numbers)
+            line.append(text(value))
+        lines.append(" ".join(line))
+    totals = [value.type.size for value in numbers]
+    rank = {n: i for i, n in enumerate(sorted(set(totals)))}
+    lines.append(",".join([str(rank[n]) for n in totals]))
+    return "\n".join(lines), list(sizes)
 
 
 def trailing(walk: Schedule) -> bool:

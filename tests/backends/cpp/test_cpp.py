@@ -144,6 +144,9 @@ def adam(b, p, g, m, v):
     return [p, m, v, b.cast(p, dtype=BF16)]
 
 
+POOL = dict(kernel=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+
+
 def pointwise_cases() -> dict[str, Case]:
     nchw, nhwc = (240, 48, 8, 1), (240, 1, 40, 5)  # of (2, 5, 6, 8)
     add = lambda b, x, y: b.add(x, y)  # noqa: E731
@@ -201,6 +204,14 @@ def pointwise_cases() -> dict[str, Case]:
             [T(6, 9), T(6, 4, e=I64)],
             lambda b, x, i: b.gather(x, i, dim=1),
             given={1: torch.tensor([[0, 8, 9, -1]] * 6)},
+        ),
+        "max pooling": step(
+            [T(2, 5, 7, 6)], lambda b, x: b.max_pool(b.exp(x), in_window=True, **POOL), {0: (210, 1, 30, 5)}
+        ),
+        "its gradient": step(
+            [T(2, 5, 4, 3), T(2, 5, 4, 3, e=ScalarType("ui8"))],
+            lambda b, dy, i: b.exp(b.max_pool_grad(dy, i, input_shape=(2, 5, 7, 6), **POOL)),
+            given={1: torch.arange(120).reshape(2, 5, 4, 3).remainder(9).to(torch.uint8)},
         ),
         "two sets of points": step([T(30, 40), T(40)], lambda b, x, y: [b.add(x, y), b.exp(y)]),
         "iota": step(

@@ -109,6 +109,17 @@ def rms_grad(b, dy, x, w):
     return dx, b.sum(b.mul(b.mul(dy, x), r), dims=(0,))
 
 
+def pooled(b, x):
+    pool = dict(kernel=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+    values, places = b.max_pool(b.relu(x), in_window=True, **pool)
+    return [values, places]
+
+
+def unpooled(b, dy, taps, x):
+    pool = dict(kernel=(3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 1))
+    return b.mul(x, b.max_pool_grad(dy, b.cast(taps, dtype=ScalarType("ui8")), input_shape=x.type.shape, **pool))
+
+
 CHANNELS_LAST = (0, 2, 3, 1)
 LOOPED = (Rows(1, 16, 1, looped=True), Rows(4, 8, 1, looped=True))
 SHARED = (Rows(1, 32, 1, programs=3), Rows(2, 32, 1, programs=2))
@@ -126,6 +137,11 @@ def step_cases() -> dict[str, Case]:
         "f64": case([T(7, 9, e=F64)], lambda b, x: [b.exp(x), b.sum(b.mul(x, 0.1), dims=(1,))]),
         "mixed_types": case([T(5, 6, e=BF16), T(5, 6), T(6, e=I64)], lambda b, x, y, n: [
             b.add(b.cast(x, dtype=F32), y), b.lt(y, 0.0), b.mul(y, b.cast(n, dtype=F32))]),
+        "max_pool": case([T(2, 5, 7, 6, e=BF16)], pooled, {0: CHANNELS_LAST, 1: CHANNELS_LAST, 2: CHANNELS_LAST}),
+        "max_pool_grad": case([T(2, 5, 4, 5), T(2, 5, 4, 5, e=I64), T(2, 5, 7, 6)], unpooled,
+            {0: CHANNELS_LAST, 2: CHANNELS_LAST}, integers=6),
+        "avg_pool_grad": case([T(2, 5, 3, 4)], lambda b, dy: b.avg_pool_grad(dy, input_shape=(2, 5, 6, 7),
+            kernel=(3, 2), stride=(2, 2), padding=(1, 1), ceil_mode=False, count_include_pad=False)),
         "scalar": case([T(), T()], lambda b, x, y: b.add(x, y)),
         "ones": case([T(1, 1), T(1, 5)], lambda b, x, y: b.add(x, y)),
         "empty": case([T(0, 5), T(5)], lambda b, x, y: b.add(x, y)),

@@ -225,6 +225,7 @@ for reduction in ("none", "mean", "sum"):
     sample("nll_loss", x, target, reduction=reduction)
     sample("nll_loss", x, target, w.abs(), reduction=reduction)
     sample("nll_loss_grad", dy, target, w.abs(), classes=4, reduction=reduction)
+sample("accumulate", x, x.flip(0))
 
 q, k, v = randn(2, 3, 5, 4), randn(2, 3, 6, 4, seed=1), randn(2, 3, 6, 4, seed=2)
 shared_k, shared_v = k[:, :1], v[:, :1]
@@ -272,6 +273,10 @@ window = dict(kernel=(3, 2), stride=(2, 2), padding=(1, 1), ceil_mode=True)
 sample("max_pool", x, dilation=(1, 2), **window)
 values, places = torch.nn.functional.max_pool2d(x, (3, 2), 2, 1, 1, True, True)
 sample("max_pool_grad", values, places, dilation=(1, 1), input_shape=(2, 4, 6, 7), **window)
+sample("max_pool", x, dilation=(1, 2), in_window=True, **window)
+starts = [torch.arange(n) * 2 - 1 for n in values.shape[2:]]
+taps = (places // 7 - starts[0].view(-1, 1)) * 2 + places % 7 - starts[1]  # the same, counted through windows of 3 x 2
+sample("max_pool_grad", values, taps.to(torch.uint8), dilation=(1, 1), input_shape=(2, 4, 6, 7), **window)
 sample("avg_pool", x, **window)
 sample("avg_pool", x, divisor_override=3, **window)
 sample("avg_pool", x[0, 0], kernel=(2,), stride=(2,), padding=(1,), count_include_pad=False)

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,44 +100,81 @@ def triton_cache() -> Path:
 
 def run(jobs: dict[str, dict[str, Any]], report: Callable[[int, int], None] | None, workers: int) -> dict[str, Any]:
     """The answers to jobs; those that were compiled before are read from the cache."""
-    folder = triton_cache()
-    answers = {key: kept for key in jobs if (kept := read(folder, key)) is not None}
-    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for key in jobs:
-        if key not in answers:
-            todo.put(key)
-    left = len(jobs) - len(answers)
-    lock = threading.Lock()
-    if report is not None:
-        report(len(answers), len(jobs))
+    with Compilers(workers) as compilers:
+        compilers.add(jobs)
+        return compilers.wait(jobs, report)
 
-    def work() -> None:
-        worker: subprocess.Popen[str] | None = None
-        while True:
-            try:
-                key = todo.get_nowait()
-            except queue.Empty:
-                break
-            if worker is None or worker.poll() is not None:
-                worker = start(folder)
-            answer = ask(worker, jobs[key])
-            if "error" not in answer:
-                write(folder, key, answer)
-            with lock:
-                answers[key] = answer
+
+class Compilers:
+    """Worker processes that compile while the caller does something else. At the end of the context they are gone."""
+
+    def __init__(self, workers: int = 0):
+        self.folder = triton_cache()
+        self.most = workers or cores()
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.answered = threading.Condition()
+        self.todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(queue.Empty):  # what nobody waited for is not compiled
+            while True:
+                self.todo.get_nowait()
+        for _ in self.threads:
+            self.todo.put(None)
+        for thread in self.threads:
+            thread.join()
+
+    def add(self, jobs: Mapping[str, dict[str, Any]]) -> None:
+        """Begins with jobs, one after the other; those that were compiled before are read from the cache."""
+        for key, job in jobs.items():
+            if key in self.jobs:
+                continue
+            self.jobs[key] = job
+            kept = read(self.folder, key)
+            if kept is not None:
+                with self.answered:
+                    self.answers[key] = kept
+                continue
+            self.todo.put(key)
+            if len(self.threads) < self.most:
+                self.threads.append(threading.Thread(target=self.work, daemon=True))
+                self.threads[-1].start()
+
+    def wait(self, keys: Iterable[str], report: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+        """The answers to some jobs, as soon as there are all."""
+        wanted = list(keys)
+        with self.answered:
+            while True:
+                done = sum(key in self.answers for key in wanted)
                 if report is not None:
-                    report(len(answers), len(jobs))
+                    report(done, len(wanted))
+                if done == len(wanted):
+                    return {key: self.answers[key] for key in wanted}
+                self.answered.wait()
+
+    def work(self) -> None:
+        worker: subprocess.Popen[str] | None = None
+        while (key := self.todo.get()) is not None:
+            try:
+                if worker is None or worker.poll() is not None:
+                    worker = start(self.folder)
+                answer = ask(worker, self.jobs[key])
+                if "error" not in answer:
+                    write(self.folder, key, answer)
+            except (OSError, ValueError) as error:  # whoever waits is told
+                answer = {"error": f"{type(error).__name__}: {error}", "seconds": 0.0}
+            with self.answered:
+                self.answers[key] = answer
+                self.answered.notify_all()
         if worker is not None:
             assert worker.stdin is not None
             worker.stdin.close()
             worker.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(min(left, workers or cores()))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
 
 
 def cores() -> int:

@@ -20,7 +20,7 @@ def between(low: int, n: int, high: int) -> int:
 def pointwise(family: Family) -> list[Config]:
     count = family.length
     most = max(power_of_two(count), 1)
-    flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((1024, 4), (2048, 4), (512, 4), (4096, 8), (512, 2))]
+    flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((512, 4), (1024, 4), (2048, 4), (4096, 8), (512, 2))]
     both = family.fast_dims()
     if both is None:
         return flat[:4]
@@ -82,11 +82,11 @@ def sums(family: Family) -> list[Config]:
     kept, reduced = family.length, family.count
     made: list[Config] = []
     if walked_along_row(family) and kept > 1:
-        shapes = [(w, 2048 // w, 4) for w in (64, 128, 32)] + [(128, 32, 8), (256, 8, 4)]
+        shapes = ((128, 16, 4, 3), (256, 8, 4, 3), (64, 32, 4, 1), (128, 32, 8, 3), (128, 16, 4, 1), (256, 8, 4, 1))
         wide = power_of_two(kept)
-        for width, high, warps in shapes:
+        for width, high, warps, stages in shapes:
             k = min(width, wide)
-            made += split(family, min(high * (width // k), power_of_two(reduced)), k, warps)
+            made += split(family, min(high * (width // k), power_of_two(reduced)), k, warps, stages)
     else:
         for size, warps in ((2048, 4), (4096, 8), (1024, 4), (8192, 16)):
             n = min(size, power_of_two(reduced))
@@ -94,11 +94,11 @@ def sums(family: Family) -> list[Config]:
     return made
 
 
-def split(family: Family, n: int, k: int, warps: int) -> list[Config]:
+def split(family: Family, n: int, k: int, warps: int, stages: int = 1) -> list[Config]:
     """As many programs per sum as fill the GPU a few times, while each still has something to add up."""
     blocks = -(-family.length // k)
     steps = -(-family.count // n)
     if not blocks or blocks >= 4 * PROCESSORS:
-        return [Sums(n, k, 1, warps)]
+        return [Sums(n, k, 1, warps, stages)]
     programs = between(1, -(-4 * PROCESSORS // blocks), -(-steps // 2))
-    return [Sums(n, k, programs, warps)]
+    return [Sums(n, k, programs, warps, stages)]

@@ -25,6 +25,8 @@ LONGEST_HELD = 16384
 LONGEST_ROW = 2**20
 #: multiprocessors of the GPU that configurations are first guessed for; timing decides
 PROCESSORS = 132
+#: warps of the kernel that finishes sums: it waits for memory most of its time
+FINISHING = 8
 TORCH = {
     "tl.float32": torch.float32,
     "tl.float64": torch.float64,
@@ -77,15 +79,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sums:
-    """Tiles of `reduced` x `kept` points; `programs` of them share each sum."""
+    """Tiles of `reduced` x `kept` points; `programs` of them share each sum. `stages` tiles are under way at a time."""
 
     reduced: int
     kept: int
     programs: int
     warps: int
+    stages: int = 1
 
     def __str__(self) -> str:
-        return f"sum {self.reduced}x{self.kept} p{self.programs} w{self.warps}"
+        ahead = f" s{self.stages}" if self.stages > 1 else ""
+        return f"sum {self.reduced}x{self.kept} p{self.programs} w{self.warps}{ahead}"
 
 
 Config = Blocks | Tiles | Rows | Sums
@@ -223,7 +227,7 @@ class Family:
         for text, grid in zip(texts, grids, strict=True):
             used = sorted({int(n) for n in re.findall(r"\bp(\d+)\b", "\n".join(text.lines))})
             arguments.append([f"p{n}" for n in used])
-            warps = config.warps if text is texts[0] else 4
+            warps = config.warps if text is texts[0] else FINISHING
             functions.append(Function(text.name, tuple(used), grid, warps))
         return Generated(module_text(texts, arguments), tuple(functions), scratch)
 
@@ -368,7 +372,9 @@ class Family:
             axes = [a for a in (n, k) if a is n or a in text.value_axes(op.operands[0])]
             sums.append((op, text.accumulator(op, axes), axes))
         programs = config.programs
-        with text.loop(f"n0 in range(pid // {max(k.blocks, 1)} * {n.block}, {n.size}, {programs * n.block})"):
+        steps = f"pid // {max(k.blocks, 1)} * {n.block}, {n.size}, {programs * n.block}"
+        ahead = f"tl.range({steps}, num_stages={config.stages})" if config.stages > 1 else f"range({steps})"
+        with text.loop(f"n0 in {ahead}"):
             text.start(n, "n0")
             text.ready(everything)
             for op, name, axes in sums:
@@ -404,23 +410,24 @@ class Family:
         gone = [d for d in row.dims if d not in stay] if any(vector for _, vector in partials) else []
         size = math.prod(d.size for d in stay)
         parts = programs * math.prod(d.size for d in gone)
-        block = min(power_of_two(size), 32)
+        block = min(power_of_two(size), 16)
         k = axis("k", stay, block, 1 if block > 1 else None)
-        q = axis("q", [], min(power_of_two(parts), 2048 // block), 0)
+        q = axis("q", [], min(power_of_two(parts), 4096 // block), 0)
         text = Text(self.walk, (k, q), "finish")
         text.line(f"pid = {text.pid()}")
         text.start(k, f"pid * {block}")
-        for i, (op, vector) in enumerate(partials):
-            argument = f"p{len(self.walk.specs) + i}"
-            kind, type = op.attributes["kind"], accumulator_type(op.attributes["dtype"])
-            axes = [q, k] if vector else [q]
-            total = text.accumulator(op, axes)
-            count = parts if vector else programs
+        for vectors in (True, False):  # in one walk each: their loads wait together
+            some = [(i, op) for i, (op, vector) in enumerate(partials) if vector is vectors]
+            if not some:
+                continue
+            axes = [q, k] if vectors else [q]
+            totals = [text.accumulator(op, axes) for _, op in some]
+            count = parts if vectors else programs
             with text.loop(f"q0 in range(0, {count}, {q.block})"):
                 text.line(f"q = (q0 + tl.arange(0, {q.block})){text.expand(q)}")
                 inside = [f"(q < {count})"] if count % q.block else []
                 inner, terms = math.prod(d.size for d in gone), []
-                if vector:
+                if vectors:
                     terms.append(f"q // {inner} * {row.size}" if inner > 1 else f"q * {row.size}")
                     for dim in gone:
                         inner //= dim.size
@@ -428,12 +435,14 @@ class Family:
                     terms += [f"{text.index(d)} * {strides[d]}" for d in stay]
                 else:
                     terms.append("q")
-                mask = text.mask(text.tiled([k]) if vector else [], inside)
-                tail = f", mask={mask}, other={neutral(kind, type)})" if mask else ")"
-                loaded = f"tl.load({argument} + ({' + '.join(terms)}){tail}"
-                text.line(f"part = {loaded}")
-                text.line(f"{total} = {combined(kind, total, 'part', type)}")
-            text.known(op, text.total(op, total, axes, [q]))
+                mask = text.mask(text.tiled([k]) if vectors else [], inside)
+                for (i, op), total in zip(some, totals, strict=True):
+                    kind, type = op.attributes["kind"], accumulator_type(op.attributes["dtype"])
+                    tail = f", mask={mask}, other={neutral(kind, type)})" if mask else ")"
+                    text.line(f"part{i} = tl.load(p{len(self.walk.specs) + i} + ({' + '.join(terms)}){tail}")
+                    text.line(f"{total} = {combined(kind, total, f'part{i}', type)}")
+            for (_, op), total in zip(some, totals, strict=True):
+                text.known(op, text.total(op, total, axes, [q]))
         text.ready(text.needed(self.after))
         return text, k.blocks
 

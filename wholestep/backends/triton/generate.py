@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from ...dialects.loop import NoSchedule
 from ...ir.core import Op
+from ..batched import Way
 from ..kernels import Spec
 from .configs import configs
 from .families import Family, Function, Generated, unsupported
@@ -151,6 +152,51 @@ def build(
     from .launch import interpreted, native
 
     return interpreted(candidates, report) if interpreting() else native(candidates, report)
+
+
+class Ahead:
+    """Compiles what was offered while the caller does something else; what is built then is found compiled."""
+
+    def __init__(self) -> None:
+        from .compiling import Compilers, cores
+
+        self.compilers = Compilers(max(1, cores() - 1))  # one is left to the caller, who measures
+        major, minor = torch.cuda.get_device_capability()
+        self.capability = 10 * major + minor
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.compilers.__exit__(*error)
+
+    def add(self, offered: Iterable[object]) -> None:
+        """Begins to compile what was offered, one after the other."""
+        self.compilers.add(jobs_of(offered, self.capability))
+
+    def wait(self, offered: Iterable[object]) -> None:
+        """Until all of this is compiled, or is known not to compile."""
+        self.compilers.wait(jobs_of(offered, self.capability))
+
+
+def ahead() -> Ahead | None:
+    """What compiles ahead of `build`; None where nothing is compiled."""
+    return None if interpreting() or not torch.cuda.is_available() else Ahead()
+
+
+def jobs_of(offered: Iterable[object], capability: int) -> dict[str, dict[str, Any]]:
+    """What has to be compiled for candidates, for batches of them and for templates."""
+    from .compiling import digest, job_of
+
+    jobs: list[dict[str, Any]] = []
+    for made in offered:
+        if isinstance(made, Candidate):
+            jobs += [job_of(made, f, capability) for f in made.functions if f.grid]
+        elif isinstance(made, Way):
+            jobs += jobs_of(made.candidates, capability).values()
+        else:
+            jobs += [f.job(capability) for f in made.functions]  # type: ignore[attr-defined]
+    return {digest(job): job for job in jobs}
 
 
 def compile_for(

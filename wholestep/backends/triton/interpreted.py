@@ -36,8 +36,8 @@ class Libdevice:
         return call
 
 
-def counted(*bounds: Any) -> range:
-    """`range` over numbers of the kernel."""
+def counted(*bounds: Any, num_stages: int = 1) -> range:
+    """`range` and `tl.range` over numbers of the kernel."""
     return range(*(int(b.handle.data.item()) if isinstance(b, tl.tensor) else b for b in bounds))
 
 

@@ -108,7 +108,7 @@ def literal(value: float | int | bool, type: str) -> str:
     return f"tl.full((), {text}, {type})"
 
 
-def apply(fn: str, args: list[Number], element: ScalarType) -> tuple[Number, tuple[str, ...]]:
+def apply(fn: str, args: list[Number], element: ScalarType, rough: bool = False) -> tuple[Number, tuple[str, ...]]:
     """The text of a function of numbers, and the helpers it calls."""
     out = number_type(element)
     if fn in COMPARISONS:
@@ -127,7 +127,7 @@ def apply(fn: str, args: list[Number], element: ScalarType) -> tuple[Number, tup
         return boolean(fn, args), ()
     texts = [a.to(out) for a in args]
     if out in FLOATS:
-        return floating(fn, texts, args, out)
+        return floating(fn, texts, args, out, rough)
     return whole(fn, texts, out)
 
 
@@ -149,8 +149,20 @@ def boolean(fn: str, args: list[Number]) -> Number:
     raise NoText(f"{fn} of truth values is not generated")
 
 
-def floating(fn: str, x: list[str], args: list[Number], type: str) -> tuple[Number, tuple[str, ...]]:
+#: f32 functions by the few instructions of the hardware, right but for the last bits; see `Walk.rough`
+ROUGH = {
+    "div": "({0} / {1})",
+    "reciprocal": "(1.0 / {0})",
+    "exp": "tl.exp({0})",
+    "sigmoid": "(1.0 / (1.0 + tl.exp(-{0})))",
+    "tanh": "tl.where(tl.abs({0}) < 0.03, {0} - {0} * {0} * {0} / 3.0, 1.0 - 2.0 / (tl.exp(2.0 * {0}) + 1.0))",
+}
+
+
+def floating(fn: str, x: list[str], args: list[Number], type: str, rough: bool) -> tuple[Number, tuple[str, ...]]:
     first, last = x[0], x[-1]
+    if rough and type == "tl.float32" and fn in ROUGH:
+        return Number(ROUGH[fn].format(*x), type), ()
     zero, one = literal(0, type), literal(1, type)
     helpers: tuple[str, ...] = ()
     match fn:

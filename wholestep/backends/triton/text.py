@@ -229,7 +229,7 @@ class Text:
                 sign = "//" if fn == "floor_div" else "%"
                 self.bind(op.results[0], Number(f"{args[0].text} {sign} {by}", "tl.int32"))
                 return
-        number, helpers = apply(fn, args, element)
+        number, helpers = apply(fn, args, element, self.walk.rough)
         self.helpers.update(helpers)
         if number.value is not None:
             self.names[op.results[0]] = number

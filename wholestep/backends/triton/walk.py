@@ -84,6 +84,10 @@ class Walk:
         self.counted = [f for v, f in self.forms.items() if v in consumed and f.dims]
         self.dims_of: dict[Value, frozenset[int]] = {}
         self.vary()
+        #: whether all large tensors hold 16-bit numbers, whose rounding hides the last bits of what f32 functions give
+        heavy = [a for a in self.accesses.values() if self.specs[a.argument].dtype.is_floating_point]
+        most = max((self.bytes(a) // a.itemsize for a in heavy), default=0)
+        self.rough = bool(heavy) and all(a.itemsize <= 2 for a in heavy if self.bytes(a) // a.itemsize * 16 > most)
 
     # ---- forms -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Shapes are [..., L, D] for q, [..., S, D] for k, [..., S, E] for v. The log-sum-exp of each row of scores is a result:
 backward makes the probabilities again from it and no [L, S] tensor is kept. A row in which everything is masked gives
-zeros, and 0 as its log-sum-exp. Dropout is not part of it: capture expands attention with dropout.
+zeros, and 0 as its log-sum-exp. Dropout is not part of it: capture expands attention with dropout. Which kernel runs an
+op follows from its types, as PyTorch would choose, or from its attribute `kernel` (backends/attentions.py measures).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from .support import present, spread, wide
 
 aten = torch.ops.aten
 
+#: the formula, where no fused kernel runs
+MATH = "math"
+KERNELS = (attention_cuda.CUDNN, attention_cuda.FLASH, attention_cuda.EFFICIENT, MATH)
+
 
 class AttentionLike(StepOp):
     """The attributes and common rules of attention and its gradients."""
@@ -28,6 +33,7 @@ class AttentionLike(StepOp):
     causal = Attr("bool", "whether position i sees positions 0 to i only", False)
     scale = Attr("float", "multiplies the scores")
     enable_gqa = Attr("bool", "whether groups of query heads share a head of k and v", False)
+    kernel = Attr("str", "what runs it instead of PyTorch's own choice", choices=KERNELS, optional=True)
 
     @staticmethod
     def check(op):
@@ -109,8 +115,24 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 
 def cuda_kernel(op: Op, device: torch.device) -> str:
-    """The fused kernel for an op on this device; "" where there is none: on other devices, and where none fits."""
+    """The fused kernel that PyTorch prefers for an op on this device; "" on others, and where none fits."""
     return attention_cuda.fused_kernel(op, *attention_cuda.gpu_of(device)) if device.type == "cuda" else ""
+
+
+def kernels_for(op: Op, device: torch.device) -> list[str]:
+    """What can run an op on this device, PyTorch's own choice first."""
+    if device.type == "cuda":
+        return attention_cuda.fused_kernels(op, *attention_cuda.gpu_of(device)) or [MATH]
+    return [attention_cuda.FLASH, MATH] if device.type == "cpu" and flash_fits(op) else [MATH]
+
+
+def kernel_of(op: Op, device: torch.device) -> str:
+    """What runs an op on this device: what was chosen for it, else PyTorch's own choice.
+
+    A name that was chosen for another device, which this one does not have, counts as absent.
+    """
+    known, chosen = kernels_for(op, device), op.attributes.get("kernel")
+    return chosen if chosen in known or chosen == MATH else known[0]
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
@@ -219,19 +241,20 @@ class Attention(AttentionLike):
     logsumexp = Result(doc="of each row of scores")
 
     @staticmethod
-    def infer(q, k, v, mask, causal, scale, enable_gqa):
+    def infer(q, k, v, mask, causal, scale, enable_gqa, kernel):
         return q.with_shape((*q.shape[:-1], v.shape[-1])), TensorType(q.shape[:-1], wide(q.element))
 
     @staticmethod
     def evaluate(op):
-        causal, scale, gqa, fused = op.causal, op.scale, op.enable_gqa, flash_fits(op)
+        causal, scale, gqa = op.causal, op.scale, op.enable_gqa
         dtype, saved = torch_dtype(op.logsumexp.type.element), bool(op.logsumexp.uses)
 
         def run(q, k, v, mask):
             mask = additive(mask, q.dtype)
-            if kernel := cuda_kernel(op, q.device):
+            kernel = kernel_of(op, q.device)
+            if kernel != MATH and q.device.type == "cuda":
                 return attention_cuda.forward(kernel, q, k, v, mask, causal, scale)
-            if fused and q.device.type == "cpu":
+            if kernel != MATH:
                 return aten._scaled_dot_product_flash_attention_for_cpu.default(
                     packed(q), packed(k), packed(v), 0.0, causal, attn_mask=mask, scale=scale
                 )
@@ -246,7 +269,7 @@ class Attention(AttentionLike):
     def derivative(b, op, dout, dlogsumexp=None):
         if dlogsumexp is not None:
             raise NotImplementedError("attention gives no gradient through its logsumexp")
-        options = {k: op.attributes[k] for k in AttentionLike.attribute_fields}
+        options = {k: op.attributes[k] for k in AttentionLike.attribute_fields if k in op.attributes}
         operands = (dout, op.q, op.k, op.v, op.out, op.logsumexp, op.mask)
         dq, dk, dv = b.attention_grad(*operands, **options)
         dmask = None
@@ -291,19 +314,20 @@ class AttentionGrad(AttentionBackward):
     dv = Result()
 
     @staticmethod
-    def infer(dout, q, k, v, out, logsumexp, mask, causal, scale, enable_gqa):
+    def infer(dout, q, k, v, out, logsumexp, mask, causal, scale, enable_gqa, kernel):
         return q, k, v
 
     @staticmethod
     def evaluate(op):
-        causal, scale, fused = op.causal, op.scale, flash_fits(op)
+        causal, scale = op.causal, op.scale
         reference = math_gradients(op, ["q", "k", "v"])
 
         def run(dout, q, k, v, out, logsumexp, mask):
             mask = additive(mask, q.dtype)
-            if kernel := cuda_kernel(op, q.device):
+            kernel = kernel_of(op, q.device)
+            if kernel != MATH and q.device.type == "cuda":
                 return attention_cuda.backward(kernel, dout, q, k, v, out, logsumexp, mask, causal, scale)
-            if fused and q.device.type == "cpu":
+            if kernel != MATH:
                 operands = (packed(dout), packed(q), packed(k), packed(v), out, logsumexp)
                 return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                     *operands, 0.0, causal, attn_mask=mask, scale=scale
@@ -331,7 +355,7 @@ class AttentionMaskGrad(AttentionBackward):
     dmask = Result()
 
     @staticmethod
-    def infer(dout, q, k, v, out, logsumexp, mask, causal, scale, enable_gqa):
+    def infer(dout, q, k, v, out, logsumexp, mask, causal, scale, enable_gqa, kernel):
         return mask
 
     @staticmethod

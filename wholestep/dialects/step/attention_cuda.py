@@ -1,7 +1,7 @@
-"""Attention on CUDA: which of PyTorch's fused kernels runs an op, and how each of them is called.
+"""Attention on CUDA: which of PyTorch's fused kernels can run an op, and how each of them is called.
 
-The choice follows from types, attributes and the GPU alone, so that forward and backward agree. Widths, masks and
-strides that a kernel does not take as they are get padded or copied first. Nothing here waits for the GPU.
+That follows from types, attributes and the GPU alone, so that forward and backward agree. Widths, masks and strides
+that a kernel does not take as they are get padded or copied first. Nothing here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -35,25 +35,34 @@ def gpu_of(device: torch.device) -> tuple[tuple[int, int], int]:
     return torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
 
 
-def fused_kernel(op: Op, capability: tuple[int, int], cudnn: int) -> str:
-    """The kernel for an attention op or its gradients; "" where none fits and the formula runs."""
+def fused_kernels(op: Op, capability: tuple[int, int], cudnn: int) -> list[str]:
+    """The kernels that can run an attention op or its gradients, in the order in which PyTorch prefers them.
+
+    Empty where none fits and the formula runs.
+    """
     q, k, v = op.q.type, op.k.type, op.v.type
     if q.rank != 4 or 0 in q.shape or 0 in k.shape or 0 in v.shape or max(q.shape[:2]) > _GRID:
-        return ""
+        return []
     if op.scale <= 0:  # the kernels look for the largest product before they scale
-        return ""
+        return []
+    found = []
     element, length, keys, width = q.element.text, q.shape[-2], k.shape[-2], q.shape[-1]
     # flash aligns a causal mask to the last key where lengths differ; cuDNN gives NaN in rows that see nothing
     plain = op.mask is None and width == v.shape[-1] and not (op.causal and length != keys)
     if element in ("f16", "bf16") and capability >= (8, 0) and plain:
         same_heads = q.shape[1] == k.shape[1]
         if capability in _CUDNN_GPUS and cudnn > _CUDNN_VERSION and width <= 128 and keys > 1 and same_heads:
-            return CUDNN
+            found.append(CUDNN)
         if width <= (256 if capability in _WIDE_FLASH_GPUS else 192):
-            return FLASH
+            found.append(FLASH)
     if element in ("f16", "f32") or (element == "bf16" and capability >= (8, 0)):
-        return EFFICIENT
-    return ""
+        found.append(EFFICIENT)
+    return found
+
+
+def fused_kernel(op: Op, capability: tuple[int, int], cudnn: int) -> str:
+    """The kernel that PyTorch prefers for an attention op or its gradients; "" where none fits."""
+    return next(iter(fused_kernels(op, capability, cudnn)), "")
 
 
 def forward(

@@ -109,7 +109,8 @@ class StepOp(OpDef):
     derivative: ClassVar[Callable[..., Sequence[Value | None]] | None] = None
     #: expand(b, op) -> the results computed by smaller step ops
     expand: ClassVar[Callable[..., Any] | None] = None
-    #: element(k, op, index) -> the number at an index of the result, by `k.at(operand, index)` (transforms/loops.py)
+    #: element(k, op, index) -> the number at an index of the result, by `k.at(operand, index)` (transforms/loops.py);
+    #: of an op with several results a number for each
     element: ClassVar[Callable[..., Any] | None] = None
 
     @staticmethod

@@ -46,6 +46,10 @@ class Layout(StepOp):
         return lambda x: x.permute(order).to(dtype, copy=True, memory_format=rows).permute(back)
 
     @staticmethod
+    def element(k, op, index):
+        return k.at(op.x, index)
+
+    @staticmethod
     def derivative(b, op, dy):
         return [b.layout(dy, order=op.order)]
 

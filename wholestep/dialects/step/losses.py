@@ -322,6 +322,39 @@ class CrossEntropyGrad(ClassLoss):
 
 
 @step.op
+class Accumulate(StepOp):
+    """total + part, for sums over chunks. It is never one kernel with the next: the parts would all wait for it."""
+
+    total = Operand(FloatTensor, "the sum so far, in the element type of sums")
+    part = Operand(FloatTensor, "of the same shape, in a type that is no wider")
+    y = Result()
+
+    @staticmethod
+    def infer(total, part):
+        return total
+
+    @staticmethod
+    def check(op):
+        total, part = op.total.type, op.part.type
+        if total.shape != part.shape:
+            return "total and part differ in shape"
+        return None if total.element in (part.element, wide(part.element)) else "the total must be as wide as the part"
+
+    @staticmethod
+    def evaluate(op):
+        return torch.add
+
+    @staticmethod
+    def derivative(b, op, dy):
+        return dy, b.cast_to(dy, op.part.type.element)
+
+    @staticmethod
+    def roles(op: Op) -> Roles:
+        labels = LABELS[: op.total.type.rank]
+        return Roles((labels, labels), (labels,))
+
+
+@step.op
 class NllLoss(ClassLoss):
     """-x[target], weighted per class; `none`, `mean` (weighted) or `sum` of it. x holds log-probabilities."""
 

@@ -358,6 +358,10 @@ class Detach(Unary):
     torch_function = staticmethod(lambda x: x)
     cost = 0
 
+    @staticmethod
+    def element(k, op, index):
+        return k.at(op.x, index)
+
 
 # ---- binary ----------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ import torch
 
 from ...ir.core import Op
 from ...ir.dialect import Attr, FloatTensor, IntTensor, Operand, Result
-from ...ir.types import I64, TensorType
+from ...ir.types import I64, ScalarType, TensorType
 from .base import LABELS, Roles, StepOp, step
-from .convolution import padded, under
 from .support import blank
+from .windows import ONE_BYTE, adaptive_gradient, average, average_gradient, contest, max_gradient, rounded
 
 aten = torch.ops.aten
+UI8 = ScalarType("ui8")
 
 
 class Pool(StepOp):
@@ -109,19 +110,23 @@ def _max_arguments(op: Op, lift: Lifted) -> tuple:
 
 @step.op
 class MaxPool(MaxWindow):
-    """The largest element of each window, and its position counted through x's spatial dimensions."""
+    """The largest element of each window, and its position counted through x's spatial dimensions, or through the
+    window: that is one byte, and says the same to the gradient."""
 
     x = Operand()
     values = Result()
     indices = Result()
+    in_window = Attr("bool", "whether positions count through the window", False)
 
     @staticmethod
-    def infer(x, kernel, stride, padding, dilation, ceil_mode):
+    def infer(x, kernel, stride, padding, dilation, ceil_mode, in_window):
         values = x.with_shape(pooled_shape(x, kernel, stride, padding, dilation, ceil_mode))
-        return values, values.with_element(I64)
+        return values, values.with_element(UI8 if in_window else I64)
 
     @staticmethod
     def check(op):
+        if op.in_window and math.prod(op.kernel) > ONE_BYTE:
+            return "a position in the window does not fit into one byte"
         return check_window(op, op.x.type)
 
     @staticmethod
@@ -129,7 +134,18 @@ class MaxPool(MaxWindow):
         lift = Lifted(op)
         args = _max_arguments(op, lift)
         pool = aten.max_pool3d_with_indices if len(op.kernel) == 3 else aten.max_pool2d_with_indices
-        return lambda x: tuple(lift.down(t) for t in pool.default(lift.up(x), *args))
+        places = Places(op, op.x.type.shape, op.values.type.shape) if op.in_window else None
+
+        def run(x):
+            values, indices = (lift.down(t) for t in pool.default(lift.up(x), *args))
+            return values, indices if places is None else places.in_window(indices)
+
+        return run
+
+    @staticmethod
+    def element(k, op, index):
+        best, winner = contest(k, op, index, not op.in_window)
+        return best, rounded(k, winner, op.indices.type.element)
 
     @staticmethod
     def derivative(b, op, dvalues, _=None):
@@ -143,12 +159,47 @@ class MaxPool(MaxWindow):
         return op.values.type.size * math.prod(op.kernel)
 
 
+class Places:
+    """Positions of winners, counted through the window or through x: one from the other by arithmetic on tensors."""
+
+    def __init__(self, op: Op, inside: tuple[int, ...], outside: tuple[int, ...]):
+        n = len(op.kernel)
+        self.sizes, self.kernel = inside[len(inside) - n :], op.kernel
+        self.counts = outside[len(outside) - n :]
+        self.steps = list(zip(op.stride, op.padding, op.dilation, strict=True))
+
+    def start(self, dim: int, like: torch.Tensor) -> torch.Tensor:
+        """Where each window starts along a dimension, shaped to go with all windows."""
+        (stride, padding, _), n = self.steps[dim], len(self.counts)
+        places = torch.arange(self.counts[dim], device=like.device) * stride - padding
+        return places.view(*[-1 if d == dim else 1 for d in range(n)])
+
+    def in_window(self, indices: torch.Tensor) -> torch.Tensor:
+        total, left = torch.zeros_like(indices), indices
+        for dim in range(len(self.sizes)):
+            inner = math.prod(self.sizes[dim + 1 :])
+            tap = (left // inner - self.start(dim, indices)) // self.steps[dim][2]
+            left = left % inner
+            total = total * self.kernel[dim] + tap
+        return total.to(torch.uint8)
+
+    def in_x(self, taps: torch.Tensor) -> torch.Tensor:
+        left = taps.to(torch.int64)
+        total = torch.zeros_like(left)
+        for dim in range(len(self.sizes)):
+            inner = math.prod(self.kernel[dim + 1 :])
+            place = self.start(dim, left) + left // inner * self.steps[dim][2]
+            left = left % inner
+            total = total * self.sizes[dim] + place
+        return total
+
+
 @step.op
 class MaxPoolGrad(MaxWindow):
     """dx of max pooling: each element of dy goes to the element that won its window."""
 
     dy = Operand(FloatTensor)
-    indices = Operand(IntTensor)
+    indices = Operand(IntTensor, "positions counted through x, or through the window where they are bytes")
     dx = Result()
     input_shape = Attr("ints", "the shape of x")
 
@@ -162,21 +213,17 @@ class MaxPoolGrad(MaxWindow):
         shape, args = lift.shape(op.input_shape), _max_arguments(op, lift)
         three = len(op.kernel) == 3
         back = aten.max_pool3d_with_indices_backward if three else aten.max_pool2d_with_indices_backward
+        places = None if op.indices.type.element is I64 else Places(op, op.input_shape, op.dy.type.shape)
 
         def run(dy, indices):
-            dy, indices = lift.up(dy), lift.up(indices)
+            dy, indices = lift.up(dy), lift.up(indices if places is None else places.in_x(indices))
             return lift.down(back.default(dy, blank(dy, shape), *args, indices))
 
         return run
 
     @staticmethod
-    def expand(b, op):
-        n, shape = len(op.kernel), op.input_shape
-        lead = shape[: len(shape) - n]
-        flat = (*lead, math.prod(op.dy.type.shape[len(lead) :]))
-        zeros = b.full(0, (*lead, math.prod(shape[len(lead) :])), op.dy.type.element)
-        dx = b.scatter_add(zeros, b.reshape_to(op.indices, flat), b.reshape_to(op.dy, flat), dim=len(lead))
-        return b.reshape_to(dx, shape)
+    def element(k, op, index):
+        return max_gradient(k, op, index)
 
 
 # ---- average ---------------------------------------------------------------------------------------------------------
@@ -228,32 +275,31 @@ class AvgPool(AverageWindow):
 
     @staticmethod
     def element(k, op, index):
-        n, element = len(op.kernel), op.y.type.element
-        lead, places = index[: len(index) - n], index[len(index) - n :]
-        taps = [k.walk(size) for size in op.kernel]
-        seen = [under(k, *each) for each in zip(places, taps, op.stride, op.padding, strict=True)]
-        total = k.reduce(padded(k, op.x, [*lead, *seen]), "sum", taps, index, element)
-        if op.divisor_override is not None:
-            return k.apply("div", total, k.constant(op.divisor_override, element), dtype=element)
-        counts = True
-        for place, size, p in zip(seen, op.x.type.shape[len(lead) :], op.padding, strict=True):
-            border = p if op.count_include_pad else 0
-            counts = k.both(counts, k.between(place, -border, size + border))
-        if counts is True:
-            count = k.constant(math.prod(op.kernel), element)
-        else:
-            one = k.choose(counts, k.constant(1, element), k.constant(0, element))
-            count = k.reduce(one, "sum", taps, index, element)
-        return k.apply("div", total, count, dtype=element)
+        return average(k, op, index)
 
     @staticmethod
     def derivative(b, op, dy):
         options = {k: op.attributes.get(k) for k in AverageWindow.attribute_fields}
+        if sees_everything(op):
+            return [spread_evenly(b, dy, op.x.type.shape, op.divisor_override)]
         return [b.avg_pool_grad(dy, input_shape=op.x.type.shape, **options)]
 
     @staticmethod
     def flops(op):
         return op.y.type.size * math.prod(op.kernel)
+
+
+def sees_everything(op: Op) -> bool:
+    """Whether there is one window and all of x lies in it."""
+    sizes = zip(op.x.type.shape[-len(op.kernel) :], op.y.type.shape[-len(op.kernel) :], strict=True)
+    fits = all(out == 1 and n <= kernel for (n, out), kernel in zip(sizes, op.kernel, strict=True))
+    return fits and not any(op.padding)
+
+
+def spread_evenly(b, dy, shape: tuple[int, ...], divisor: int | None = None):
+    """The gradient of a mean over all spatial dimensions. It is divided before it is repeated: that is no work."""
+    spatial = [n for n, kept in zip(shape, dy.type.shape, strict=True) if n != kept]
+    return b.broadcast_to(b.div(dy, float(divisor or math.prod(spatial))), shape)
 
 
 @step.op
@@ -279,6 +325,10 @@ class AvgPoolGrad(AverageWindow):
             return lift.down(back.default(dy, blank(dy, shape), *args))
 
         return run
+
+    @staticmethod
+    def element(k, op, index):
+        return average_gradient(k, op, index)
 
     @staticmethod
     def flops(op):
@@ -312,10 +362,9 @@ class AdaptiveAvgPool(Pool):
 
     @staticmethod
     def derivative(b, op, dy):
-        n, shape = len(op.size), op.x.type.shape
+        shape = op.x.type.shape
         if all(s == 1 for s in op.size):  # a mean over everything, for eager too
-            count = math.prod(shape[len(shape) - n :])
-            return [b.div(b.broadcast_to(dy, shape), float(count))]
+            return [spread_evenly(b, dy, shape)]
         return [b.adaptive_avg_pool_grad(dy, size=op.size, input_shape=shape)]
 
     @staticmethod
@@ -371,6 +420,10 @@ class AdaptiveAvgPoolGrad(Pool):
             return lift.down(back.default(dy, blank(dy, shape)))
 
         return run
+
+    @staticmethod
+    def element(k, op, index):
+        return adaptive_gradient(k, op, index)
 
     @staticmethod
     def flops(op):

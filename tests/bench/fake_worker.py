@@ -1,0 +1,54 @@
+"""Stands for a contender's process in tests of the protocol: starts in no time, does what its name asks of it."""
+
+import json
+import os
+import sys
+import time
+
+LOSSES = [2.0, 1.9, 1.8]
+journal = os.environ["FAKE_WORKER_JOURNAL"]
+
+
+def note(what):
+    with open(journal, "a") as file:
+        file.write(f"{who} {what}\n")
+
+
+def prepared_so_far():
+    with open(journal, "a+") as file:
+        file.seek(0)
+        return file.read().count("prepare")
+
+
+def prepared():
+    if who == "compile-reduce-overhead":
+        print("a library says goodbye", flush=True)
+        os._exit(3)
+    if who == "compile-max-autotune":
+        time.sleep(60)
+    losses = [1.2 * loss for loss in LOSSES] if who == "compile" else LOSSES
+    return {"losses": losses, "compile_seconds": 1.0, "items": "4 rows"}
+
+
+with os.fdopen(int(sys.argv[2]), "w") as answers:
+    for line in sys.stdin:
+        order = json.loads(line)
+        print("noise on stdout", flush=True)
+        found = {}
+        if order["do"] == "begin":
+            who = order["contender"]
+        elif order["do"] == "prepare":
+            full = os.environ.get("FAKE_WORKER_FULL") == who and prepared_so_far() < 3
+            note("prepare")
+            found = {"error": "CUDA out of memory", "out_of_memory": True} if full else prepared()
+        elif order["do"] == "rounded":
+            found = {"rounded": {"nudged": LOSSES}}
+        elif order["do"] == "time":
+            note("time")
+            found = {"seconds": 0.25 if who == "wholestep" else 0.5, "steps": 4}
+        elif order["do"] == "memory":
+            found = {"peak_bytes": 1000, "state_bytes": 100}
+        elif order["do"] == "end":
+            break
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()

@@ -1,0 +1,143 @@
+"""What runs in a contender's process, here without one; and the command with two real processes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench import strange_networks
+from wholestep.bench import jax_contender, workload
+from wholestep.bench.race import Reference, verdict
+from wholestep.bench.worker import nudge, serve
+from wholestep.cli.main import main
+from wholestep.errors import InputError
+
+NETWORKS = "tests.bench.strange_networks"
+
+
+@pytest.fixture(autouse=True)
+def aten_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_PROVIDERS", "aten")  # nothing is built
+
+
+def serving(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
+    begin = {"do": "begin", "contender": contender, "case": [network, "tiny"], "precision": precision}
+    begin |= {"device": "cpu", "threads": 0, "networks": NETWORKS, "bind": {}}
+    answers: list[dict[str, Any]] = []
+    serve(io.StringIO("\n".join(map(json.dumps, [begin, *orders, {"do": "end"}]))), answers.append)
+    assert answers[0] == {"ready": True}
+    return answers[1:]
+
+
+PREPARE = {"do": "prepare", "steps": 3}
+
+
+def test_ours_and_eager_train_alike_and_answer_all_orders() -> None:
+    orders = [PREPARE, {"do": "time", "seconds": 0.001}, {"do": "memory"}, {"do": "facts"}, {"do": "profile"}]
+    theirs, rounded, *_ = serving("eager", "plain", PREPARE, {"do": "rounded", "steps": 3})
+    ours, timed, memory, facts, profile = serving("wholestep", "plain", *orders)
+    assert verdict(ours["losses"], Reference(theirs["losses"], 1e-6))["status"] == "agrees"
+    assert len(set(theirs["losses"])) == 3 and facts["moved / bound"] >= 1
+    assert rounded["rounded"]["nudged"] == pytest.approx(theirs["losses"], rel=1e-6)
+    assert timed["seconds"] > 0 and timed["steps"] >= 3
+    parameters = 8 * 8 + 8 + 8 * 3 + 3
+    assert ours["parameters"] == parameters and memory["state_bytes"] >= 3 * 4 * parameters
+    assert memory["peak_bytes"] > memory["state_bytes"]
+    assert profile["families"]["gemm"]["bytes"] > 0 and profile["families"]["optimizer"]["us"] > 0
+
+
+def test_a_network_that_changes_when_compiled_disagrees() -> None:
+    (theirs,), (ours,) = serving("eager", "moody", PREPARE), serving("wholestep", "moody", PREPARE)
+    found = verdict(ours["losses"], Reference(theirs["losses"], 1e-3))
+    assert found["status"] == "disagrees" and found["distance"] == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_nudge_moves_weights_by_their_last_bit() -> None:
+    model = torch.nn.Linear(30, 30)
+    before = model.weight.detach().clone()
+    nudge(model)
+    assert (model.weight != before).float().mean() > 0.9
+    torch.testing.assert_close(model.weight.detach(), before, rtol=2.0**-22, atol=0.0)
+
+
+def test_a_failure_is_an_answer() -> None:
+    (broken,) = serving("wholestep", "broken", PREPARE)
+    assert "this network will not be compiled" in broken["error"] and not broken["out_of_memory"]
+    (absent,) = serving("eager", "nobody", PREPARE)
+    assert "there is no network 'nobody'" in absent["error"]
+
+
+def test_jax_trains_as_eager_does_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    monkeypatch.setattr(strange_networks, "jax_twin", twin_of_plain, raising=False)
+    (theirs,) = serving("eager", "plain", PREPARE)
+    ours, timed, memory = serving("jax", "plain", PREPARE, {"do": "time", "seconds": 0.001}, {"do": "memory"})
+    assert verdict(ours["losses"], Reference(theirs["losses"], 1e-5))["status"] == "agrees"
+    assert timed["seconds"] > 0 and memory["state_bytes"] == 3 * 4 * (8 * 8 + 8 + 8 * 3 + 3) + 4
+
+
+def twin_of_plain(name: str, model: Any, precision: str) -> Any:
+    import jax
+
+    def loss(p: Any, state: Any, x: Any, y: Any) -> Any:
+        logits = jax.nn.relu(x @ p["0.weight"].T + p["0.bias"]) @ p["2.weight"].T + p["2.bias"]
+        return -jax.numpy.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1).mean(), state
+
+    return {name: jax.numpy.array(p.detach().numpy()) for name, p in model.named_parameters()}, {}, loss
+
+
+def test_without_jax_or_a_twin_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_contender, "util", SimpleNamespace(find_spec=lambda name: None))
+    (absent,) = serving("jax", "plain", PREPARE)
+    assert "JAX is not installed here" in absent["error"]
+
+
+def test_networks_of_images_are_channels_last_for_everybody() -> None:
+    made = workload.build(workload.Case("images", "tiny"), "cpu", NETWORKS)
+    assert made.model[0][0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert made.batch(0, "cpu")[0].is_contiguous(memory_format=torch.channels_last)
+    (theirs,), (ours,) = serving("eager", "images", PREPARE), serving("wholestep", "images", PREPARE)
+    assert verdict(ours["losses"], Reference(theirs["losses"], 1e-5))["status"] == "agrees"
+
+
+def test_an_eager_profile_has_families_with_bytes() -> None:
+    _, profile = serving("eager", "plain", PREPARE, {"do": "profile"})
+    gemm = profile["families"]["gemm"]
+    # forward: x (4x8), the weight, the bias and the result, and so on: more than the first weight, less than a megabyte
+    assert 8 * 8 * 4 < gemm["bytes"] < 1e6 and gemm["calls"] >= 2
+    assert profile["us"] == pytest.approx(sum(part["us"] for part in profile["families"].values()))
+
+
+def test_cases_of_a_command_line(tmp_path: Path) -> None:
+    assert workload.cases(["resnet50@few", "gpt2"], "full,few") == [
+        workload.Case("resnet50", "few"),
+        workload.Case("gpt2", "full"),
+        workload.Case("gpt2", "few"),
+    ]
+    assert len(workload.cases([], "full")) == 12 and len(workload.cases([], "cpu")) == 6
+    with pytest.raises(InputError, match=r"gone\.onnx is not there"):
+        workload.cases(["gone.onnx"], "full")
+    with pytest.raises(InputError, match="--networks names the module no_such_module"):
+        workload.networks("no_such_module")
+
+
+def test_the_command_measures_keeps_and_summarises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    quick = ["--networks", NETWORKS, "--rounds", "1", "--block", "0.001", "--steps", "2", "--device", "cpu"]
+    common = [*quick, "--threads", "1", "--json", str(file), "--against"]
+    assert main(["bench", "plain@tiny", *common, "eager"]) == 0
+    first = {e["contender"]: e for e in json.loads(file.read_text())["entries"]}
+    assert set(first) == {"wholestep", "eager"} and all(e["status"] == "agrees" for e in first.values())
+    assert first["wholestep"]["race"] == first["eager"]["race"] and first["eager"]["versions"]["torch"]
+    assert "plain@tiny" in capsys.readouterr().out
+    assert main(["bench", "--summary", str(file), "--html", str(tmp_path / "page.html"), "--networks", NETWORKS]) == 0
+    assert "plain@tiny" in (tmp_path / "page.html").read_text()
+    assert main(["bench", "--summary", str(tmp_path / "none.json")]) == 1
+    assert main(["bench", "plain", "--against", "compiled"]) == 1
+    assert "did you mean 'compile'" in capsys.readouterr().err

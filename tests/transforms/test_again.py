@@ -1,0 +1,104 @@
+"""What kernels hand to each other is computed again by the reader where that moves fewer bytes; results stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dialects.loop.programs import Drawn
+from tests.dialects.loop.provider import run_fused
+from tests.transforms.test_fuse import program, regions_of, root_of
+from wholestep.ir import F32, TensorType, verify
+from wholestep.ir.core import Op
+from wholestep.runtime.executor import Executable
+from wholestep.transforms import again
+from wholestep.transforms.fuse import fuse
+
+ROWS = 4096  # too many to be held at once where they are strewn: sums over them are a kernel of their own
+
+
+def normalised(b: Any, x: Any, mean: Any, dy: Any) -> list[Any]:
+    """As in backward of BatchNorm and relu: two sums over what is also needed, point by point, after them."""
+    y = b.relu(b.sub(x, mean))
+    masked = b.mul(dy, y)
+    total = b.sum(masked, dims=(0,), keepdim=True)
+    return [b.mul(b.sub(masked, total), y)]
+
+
+def shared(b: Any, x: Any, mean: Any, dy: Any) -> list[Any]:
+    """The value is a result of the program as well: it is written in any case."""
+    y = b.relu(b.sub(x, mean))
+    total = b.sum(b.mul(dy, y), dims=(0,), keepdim=True)
+    return [y, b.mul(total, y)]
+
+
+def of(build: Any) -> tuple[Op, list[torch.Tensor]]:
+    types = [TensorType((ROWS, 8), F32), TensorType((1, 8), F32), TensorType((ROWS, 8), F32)]
+    torch.manual_seed(0)
+    return program(types, build), [torch.randn(t.shape) for t in types]
+
+
+def large(function: Op) -> list[tuple[int, int]]:
+    """How many large tensors each kernel reads and writes."""
+    return [
+        (sum(v.type.size >= ROWS for v in op.operands), sum(v.type.size >= ROWS for v in op.results))
+        for op in regions_of(function)
+    ]
+
+
+def run(function: Op, inputs: list[torch.Tensor], **options: Any) -> Any:
+    wanted = Executable(function)(inputs)
+    fusion = fuse(function, **options)
+    verify(root_of(function))
+    for mine, true in zip(run_fused(function, inputs, fusion), wanted, strict=True):
+        torch.testing.assert_close(mine.float(), true, rtol=1e-5, atol=1e-5)
+    return fusion
+
+
+def test_a_value_between_two_kernels_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 1 << 40)
+    function, inputs = of(normalised)
+    run(function, inputs)
+    assert sum(written for _, written in large(function)) > 1
+    monkeypatch.setattr(again, "LEAST", 0)
+    function, inputs = of(normalised)
+    run(function, inputs)
+    assert large(function) == [(2, 0), (2, 1)]
+
+
+def test_what_is_written_in_any_case_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 0)
+    function, inputs = of(shared)
+    run(function, inputs)
+    assert large(function) == [(2, 1), (1, 1)]
+
+
+def test_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 0)
+    function, inputs = of(normalised)
+    run(function, inputs, forbid=["fuse * <- *mul#0"])
+    assert sum(written for _, written in large(function)) > 1
+
+
+def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 0)
+    count = 0
+    attempt = again.attempt
+
+    def counted(*args: Any) -> bool:
+        nonlocal count
+        done = attempt(*args)
+        count += done
+        return done
+
+    monkeypatch.setattr(again, "attempt", counted)
+    for seed in range(200, 260):
+        drawn = Drawn(seed, ops=10 + seed % 30)
+        wanted = Executable(drawn.function)(drawn.inputs)
+        fusion = fuse(drawn.function)
+        verify(root_of(drawn.function))
+        for mine, true in zip(run_fused(drawn.function, drawn.inputs, fusion), wanted, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-8, atol=1e-10, msg=lambda m: f"seed {seed}: {m}")  # noqa: B023
+    assert count > 20

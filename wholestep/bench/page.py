@@ -1,0 +1,126 @@
+"""Results as plots and as one HTML file: ratios of every case against every contender, drawn by hand as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ..cost.html import STYLE
+from . import profile as profiles
+from .contenders import CONTENDERS, OURS
+from .results import Entry
+from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_rows, machines
+
+COLOURS = {
+    "eager": "#9d9d9d",
+    "compile": "#f58518",
+    "compile-reduce-overhead": "#4c78a8",
+    "compile-max-autotune": "#54a24b",
+    "jax": "#b279a2",
+}
+WIDTH, LEFT, ROW, TOP = 760, 210, 24, 64
+#: a ratio this high is drawn at the edge
+MOST = 1.6
+
+
+def plot(table: Table, figure: str, title: str) -> str:
+    """Ours / theirs, a row per case and a dot per contender, with a line where they are equal. "" without a ratio."""
+    rows: list[tuple[str, dict[str, float]]] = []
+    for case in table.rows:
+        found = {name: table.ratio(case, name, figure) for name in CONTENDERS if name != OURS}
+        known = {name: ratio[0] for name, ratio in found.items() if ratio is not None}
+        if known:
+            rows.append((f"{case[0]}@{case[1]}" if case[1] else case[0], known))
+    if not rows:
+        return ""
+    height = TOP + ROW * len(rows) + 40
+
+    def across(ratio: float) -> float:
+        return LEFT + (WIDTH - LEFT - 30) * min(ratio, MOST) / MOST
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="22" font-size="15">{escape(title)}</text>',
+    ]
+    for number, name in enumerate(name for name in COLOURS if any(name in known for _, known in rows)):
+        x = 10 + 175 * number
+        parts.append(f'<circle cx="{x + 5}" cy="40" r="4" fill="{COLOURS[name]}"/>')
+        parts.append(f'<text x="{x + 14}" y="44">{name}</text>')
+    for tick in range(0, 9):
+        ratio, colour = tick * 0.2, "#444" if tick == 5 else "#e4e4e4"
+        place = across(ratio)
+        parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{TOP - 8}" y2="{height - 30}" stroke="{colour}"/>')
+        parts.append(f'<text x="{place - 8:.1f}" y="{height - 12}">{ratio:.1f}</text>')
+    for number, (name, known) in enumerate(rows):
+        y = TOP + ROW * number + ROW / 2
+        parts.append(f'<text x="10" y="{y + 4:.1f}">{escape(name)}</text>')
+        for contender, ratio in known.items():
+            parts.append(
+                f'<circle cx="{across(ratio):.1f}" cy="{y:.1f}" r="4.5" fill="{COLOURS[contender]}" fill-opacity="0.8">'
+                f"<title>{escape(name)} against {contender}: {ratio:.3f}</title></circle>"
+            )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def plots(entries: Sequence[Entry]) -> dict[str, str]:
+    """All plots, by a name for their file: figure, device and precision."""
+    found: dict[str, str] = {}
+    for (device, machine, precision), listed in machines(entries).items():
+        for figure, words in FIGURES.items():
+            drawn = plot(Table(listed), figure, f"{words}, ours / theirs ({machine}, {precision})")
+            if drawn:
+                name = f"bench_{words.replace(' ', '_')}_{device}_{precision}.svg"
+                found[name] = drawn
+    return found
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def page(entries: Sequence[Entry], listed: Sequence[Entry], bars: Sequence[Bar]) -> str:
+    """One HTML file: bars, cases, plots, what failed and why, profiles."""
+    parts = ["<h1>Wholestep beside PyTorch</h1>", '<p class="note">Ratios are ours / theirs: lower is better.</p>']
+    for (device, machine, precision), found in machines(entries).items():
+        table = Table(found)
+        parts.append(f"<h2>{escape(about(found))}</h2>")
+        own = [bar for bar in bars if bar.device == device]
+        if own:
+            parts.append(html_table(BAR_COLUMNS, bar_rows(table, own)))
+        parts.append(html_table(*case_rows(table)))
+        for figure, words in FIGURES.items():
+            parts.append(plot(table, figure, f"{words}, ours / theirs ({machine}, {precision})"))
+        wrong = [entry for entry in found if entry["status"] != "agrees"]
+        rows = [[f"{e['network']}@{e['size']}", e["contender"], reason(e)] for e in wrong]
+        if rows:
+            parts += ["<h2>What did not count</h2>", html_table(("case", "contender", "why"), rows)]
+    for case, group in by_case(listed).items():
+        parts.append(f"<h2>Profile of {escape(case)}</h2>")
+        parts.append(html_table(*profiles.table_of(group)))
+        for name, one in group.items():
+            parts += [f"<h3>{escape(name)}</h3>", html_table(profiles.TOP_COLUMNS, profiles.top_rows(one, 15))]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>wholestep bench</title>'
+        f"<style>{STYLE}</style></head>\n<body>" + "\n".join(parts) + "</body></html>\n"
+    )
+
+
+def reason(entry: Entry) -> str:
+    if entry["status"] == "disagrees":
+        far = "not finite" if entry["distance"] is None else f"{entry['distance']:.2%} from eager's"
+        return f"losses disagree: {far}, {entry['tolerance']:.2%} is allowed"
+    return entry.get("why", "failed")
+
+
+def by_case(listed: Sequence[Entry]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Profiles by machine and case, then by contender."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for entry in listed:
+        case = f"{entry['network']}@{entry['size']} on {entry['machine']}, {entry['precision']}"
+        found.setdefault(case, {})[entry["contender"]] = entry["profile"]
+    return found

@@ -1,0 +1,242 @@
+"""Ratios of ours to the contenders, their geometric means, and the bars they must hold: all from the results' JSON.
+
+The bars are data of whoever sets them (`BARS` of the networks' module): this file knows no network. A ratio is ours /
+theirs, of contenders whose losses agree; one below 1 is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from .contenders import CONTENDERS, EAGER, OURS
+from .results import Entry
+
+BEGIN, END = "<!-- wholestep bench: begin -->", "<!-- wholestep bench: end -->"
+#: figures of an entry, as a table names them
+FIGURES = {"ms": "step time", "peak_bytes": "peak memory", "compile_seconds": "cold compile time"}
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What must hold: a figure's ratio to a contender (or to the best of all) over some cases.
+
+    `over`: "mean" (geometric) or "worst". A bar of moved / bound compares with nobody: `against` is "".
+    """
+
+    what: str
+    device: str
+    figure: str
+    cases: tuple[tuple[str, str], ...]
+    over: str
+    against: str
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A bar and what was measured. `known` counts the cases of it that have a ratio; `mixed` those of two runs."""
+
+    bar: Bar
+    value: float | None
+    known: int
+    mixed: int
+    worst: str
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        if self.known < len(self.bar.cases):
+            missing = f"{self.known} of {len(self.bar.cases)} measured"
+            return f"no ({missing})" if self.bar.over == "worst" and self.value > self.bar.most else missing
+        return "yes" if self.value <= self.bar.most else "no"
+
+
+class Table:
+    """The entries of one machine, by case and contender."""
+
+    def __init__(self, entries: Sequence[Entry]):
+        self.rows: dict[tuple[str, str], dict[str, Entry]] = {}
+        for entry in entries:
+            self.rows.setdefault((entry["network"], entry["size"]), {})[entry["contender"]] = entry
+
+    def figure(self, case: tuple[str, str], contender: str, figure: str) -> float | None:
+        """A contender's figure, where its losses agree."""
+        entry = self.rows.get(case, {}).get(contender)
+        if entry is None or entry["status"] != "agrees":
+            return None
+        value = entry.get(figure)
+        return value["median"] if isinstance(value, Mapping) else value
+
+    def others(self, case: tuple[str, str], figure: str) -> dict[str, float]:
+        """What the contenders beside ours have. Eager compiles nothing, so its compile time is not one."""
+        names = [n for n in self.rows.get(case, {}) if n != OURS and not (n == EAGER and figure == "compile_seconds")]
+        found = {name: self.figure(case, name, figure) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def ratio(self, case: tuple[str, str], against: str, figure: str) -> tuple[float, str] | None:
+        """Ours / theirs and who they are; None where one of them is not known."""
+        ours, others = self.figure(case, OURS, figure), self.others(case, figure)
+        name = min(others, key=lambda n: others[n], default=None) if against == BEST else against
+        if ours is None or name is None or name not in others:
+            return None
+        return ours / others[name], name
+
+    def one_run(self, case: tuple[str, str], contender: str) -> bool:
+        """Whether ours and a contender were measured in the same run."""
+        row = self.rows[case]
+        return row[OURS].get("race") == row[contender].get("race")
+
+    def outcome(self, bar: Bar) -> Outcome:
+        values: dict[tuple[str, str], float] = {}
+        mixed = 0
+        for case in bar.cases:
+            if not bar.against:
+                entry = self.rows.get(case, {}).get(OURS)
+                value = (entry or {}).get("facts", {}).get("moved / bound")
+                if entry is not None and entry["status"] == "agrees" and value is not None:
+                    values[case] = value
+            elif (found := self.ratio(case, bar.against, bar.figure)) is not None:
+                values[case] = found[0]
+                mixed += not self.one_run(case, found[1])
+        if not values:
+            return Outcome(bar, None, 0, 0, "")
+        worst = max(values, key=lambda case: values[case])
+        value = geometric_mean(list(values.values())) if bar.over == "mean" else values[worst]
+        return Outcome(bar, value, len(values), mixed, f"{worst[0]}@{worst[1]} {values[worst]:.2f}")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def machines(entries: Sequence[Entry]) -> dict[tuple[str, str, str], list[Entry]]:
+    """Entries by device, machine and precision."""
+    found: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        found.setdefault((entry["device"], entry["machine"], entry["precision"]), []).append(entry)
+    return found
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def bar_rows(table: Table, bars: Sequence[Bar]) -> list[list[str]]:
+    """A row per bar: what, against whom, the bar, what was measured, whether it holds."""
+    rows = []
+    for bar in bars:
+        found = table.outcome(bar)
+        value = "-" if found.value is None else f"{found.value:.2f}{'*' if found.mixed else ''}"
+        against = {BEST: "the best of all", "": "-"}.get(bar.against, bar.against)
+        rows.append([bar.what, against, f"≤ {bar.most:.2f}", value, found.verdict, found.worst])
+    return rows
+
+
+BAR_COLUMNS = ("what", "against", "bar", "measured", "holds", "worst")
+
+
+def case_rows(table: Table) -> tuple[list[str], list[list[str]]]:
+    """A row per case: milliseconds and ratio, memory and compile seconds of every contender."""
+    present = [n for n in CONTENDERS if any(n in row for row in table.rows.values())]
+    columns = ["network", "batch", *(f"{n}: ms, GB, compile s" for n in present), "ours / best", "moved / bound"]
+    rows = []
+    for case, row in table.rows.items():
+        items = next((entry["items"] for entry in row.values() if entry.get("items")), case[1])
+        best = table.ratio(case, BEST, "ms")
+        moved = row.get(OURS, {}).get("facts", {}).get("moved / bound")
+        ratio = "-" if best is None else f"{best[0]:.2f} ({best[1]}{'' if table.one_run(case, best[1]) else '*'})"
+        cells = [entry_text(row.get(name)) for name in present]
+        rows.append([case[0], items, *cells, ratio, "-" if moved is None else f"{moved:.2f}"])
+    return columns, rows
+
+
+def contender_rows(table: Table) -> tuple[list[str], list[list[str]]]:
+    """A row per case and contender: what a terminal has room for."""
+    columns = ["network", "contender", "ms", "quartiles", "GB", "compile s", "ours / theirs", "loss apart"]
+    rows = []
+    for case, row in table.rows.items():
+        for name in sorted(row, key=CONTENDERS.index):
+            entry = row[name]
+            cells = ["-"] * 6
+            if entry["status"] == "agrees" and "ms" in entry:
+                ms, peak = entry["ms"], entry.get("peak_bytes")
+                ratio = table.ratio(case, name, "ms") if name != OURS else None
+                cells[0], cells[1] = f"{ms['median']:.3f}", f"{ms['low']:.3f} .. {ms['high']:.3f}"
+                cells[2] = "-" if peak is None else f"{peak / 1e9:.3f}"
+                cells[3] = f"{entry['compile_seconds']:.1f}{'' if entry.get('alone', True) else ' (not alone)'}"
+                cells[4] = "" if ratio is None else f"{ratio[0]:.3f}{'' if table.one_run(case, name) else '*'}"
+            if entry.get("distance") is not None:
+                cells[5] = f"{entry['distance']:.1e}{'' if entry['status'] == 'agrees' else ' DISAGREES'}"
+            rows.append([f"{case[0]}@{case[1]}" if case[1] else case[0], name, *cells])
+    return columns, rows
+
+
+def entry_text(entry: Entry | None) -> str:
+    if entry is None:
+        return "-"
+    if entry["status"] != "agrees" or "ms" not in entry:
+        return "losses disagree" if entry["status"] == "disagrees" else "failed"
+    peak = entry.get("peak_bytes")
+    alone = "" if entry.get("alone", True) else " (not alone)"
+    memory = "-" if peak is None else f"{peak / 1e9:.2f}"
+    return f"{entry['ms']['median']:.2f}, {memory}, {entry['compile_seconds']:.1f}{alone}"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    escaped = [[cell.replace("|", "/") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in [list(columns), ["---"] * len(columns), *escaped]]
+
+
+def about(entries: Sequence[Entry]) -> str:
+    """Machine, versions and dates of some entries, in one line."""
+    first = entries[0]
+    versions = sorted({f"{name} {v}" for entry in entries for name, v in entry["versions"].items() if v})
+    dates = sorted({entry["date"][:10] for entry in entries})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{first['machine']}, {first['precision']}; {', '.join(versions)}; {when}"
+
+
+def markdown(entries: Sequence[Entry], bars: Sequence[Bar]) -> str:
+    """The whole summary: bars and cases of every machine."""
+    if not entries:
+        return "Nothing has been measured yet: `wholestep bench --json bench/results/bench.json`.\n"
+    lines: list[str] = []
+    mixed = False
+    for (device, _, _), found in machines(entries).items():
+        table = Table(found)
+        lines += [f"**{about(found)}**", ""]
+        own = [bar for bar in bars if bar.device == device]
+        if own:
+            rows = bar_rows(table, own)
+            mixed |= any("*" in row[3] for row in rows)
+            lines += [*markdown_table(BAR_COLUMNS, rows), ""]
+        columns, cases = case_rows(table)
+        mixed |= any("*" in row[-2] for row in cases)
+        lines += [*markdown_table(columns, cases), ""]
+    lines.append(
+        "Ratios are ours / theirs: lower is better. Each contender has a process of its own, all take turns; medians "
+        "of blocks of steps. Losses must agree before a time counts. Convolutional networks of images are laid out "
+        "channels last for everybody; AdamW by PyTorch's fused kernels; bf16 is `torch.autocast` for PyTorch. Compile "
+        "time: from the call to the end of the first step, with empty caches."
+    )
+    if mixed:
+        lines.append("\\* ours and theirs are of different runs.")
+    return "\n".join(lines) + "\n"
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Replaces what lies between the markers of a page."""
+    try:
+        page = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    before, found, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise InputError(f"{path} has no place for the table; put these two lines there:\n{BEGIN}\n{END}")
+    path.write_text(f"{before}{BEGIN}\n{text.rstrip()}\n{END}{after}", encoding="utf-8")

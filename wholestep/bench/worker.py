@@ -1,0 +1,227 @@
+"""What runs in a contender's process: it builds, compiles, trains and times when the parent says so.
+
+Orders come as lines of JSON on stdin, answers go as lines of JSON to a pipe of their own: whatever libraries print is
+not mistaken for one. The process works only between an order and its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+
+from . import profile as profiles
+from .contenders import OURS, Trainer, make, torch_step
+from .memory import Peak, release, size_of
+from .workload import Batch, Case, Workload, build
+
+#: steps that are taken before a block is timed: others have used the caches meanwhile, and memory was given back
+WARM = 2
+LEAST, MOST = 3, 200
+PROFILED = 3
+
+
+class Worker:
+    """One contender on one case."""
+
+    def __init__(self, order: dict[str, Any], import_seconds: float):
+        self.contender, self.precision, self.device = order["contender"], order["precision"], order["device"]
+        self.case, self.module, self.bind = Case(*order["case"]), order["networks"], order["bind"]
+        self.import_seconds = import_seconds
+        self.workload: Workload | None = None
+        self.trainer: Trainer | None = None
+        self.batch: Batch = ()
+        self.peak: Peak | None = None
+        self.steps = 0
+        if self.device == "cpu" and order["threads"]:
+            torch.set_num_threads(order["threads"])
+
+    def wait(self) -> None:
+        """Until all that was begun is done."""
+        if self.trainer is not None and self.trainer.jax is not None:
+            self.trainer.jax.wait()
+        wait(self.device)
+
+    def build(self) -> Workload:
+        return build(self.case, self.device, self.module, self.bind)
+
+    # ---- orders ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Builds, compiles and trains for some steps: seconds to the end of the first, and all losses."""
+        workload = self.workload = self.build()
+        self.batch = workload.batch(0, self.device)
+        release(self.device)
+        wait(self.device)
+        start = time.perf_counter()
+        trainer = self.trainer = make(
+            self.contender, workload, self.precision, self.batch, self.case.network, self.module
+        )
+        made = time.perf_counter() - start
+        losses = [float(trainer.step(self.batch))]
+        self.wait()
+        first = time.perf_counter() - start
+        # importing PyTorch's compiler happens inside its first call; importing ours happened before this one
+        imported = self.import_seconds if self.contender == OURS else 0.0
+        self.peak = Peak(workload, trainer, self.batch, self.device)
+        self.peak.start()
+        seconds = []
+        for seed in range(1, order["steps"]):
+            batch = workload.batch(seed, self.device)
+            wait(self.device)
+            begin = time.perf_counter()
+            losses.append(float(trainer.step(batch)))
+            self.wait()
+            seconds.append(time.perf_counter() - begin)
+            del batch
+        self.peak.stop()
+        return {
+            "items": workload.items,
+            "source": workload.source,
+            "parameters": sum(p.numel() for p in workload.model.parameters()),
+            "channels_last": workload.images,
+            "losses": losses,
+            "compile_seconds": imported + first,
+            "import_seconds": imported,
+            "made_seconds": made,
+            "next_steps_seconds": seconds[:4],
+        }
+
+    def facts(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What our step says of itself."""
+        whole = self.trainer.whole if self.trainer is not None else None
+        if whole is None:
+            return {}
+        report = json.loads(whole.report(format="json"))
+        movement, kernels = report["movement"], report.get("kernels") or {}
+        return {
+            "moved": movement["moved"]["total"],
+            "bound": movement["bound"]["total"],
+            "moved / bound": movement["moved / bound"],
+            "planned_peak": report["execution"].get("peak"),
+            "seconds": report["seconds"],
+            "execution": report["execution"]["by"],
+            "why": report["execution"].get("why", ""),
+            "families": {name: share["bytes"] for name, share in kernels.get("families", {}).items()},
+        }
+
+    def rounded(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Losses of eager training rounded otherwise: what rounding alone may do to a curve.
+
+        bf16: training once more (a GPU does not add up in a fixed order), and in float32. fp32: from weights that are
+        moved in their last bit.
+        """
+        curves: dict[str, list[float]] = {}
+        for name in ("again", "fp32") if self.precision == "bf16" else ("nudged",):
+            workload = self.build()
+            if name == "nudged":
+                nudge(workload.model)
+            trainer = torch_step(workload, workload.loss_fn, "bf16" if name == "again" else "fp32")
+            curves[name] = [float(trainer.step(workload.batch(i, self.device))) for i in range(order["steps"])]
+            del workload, trainer
+            release(self.device)
+        return {"rounded": curves}
+
+    def time(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Seconds per step over one block. The first time, finds how many steps a block of the wanted length has."""
+        trainer, peak = self.trainer, self.peak
+        assert trainer is not None and peak is not None
+        peak.start()
+        if self.steps == 0:
+            once = min(self.block(trainer, 1) for _ in range(2))
+            self.steps = min(max(LEAST, math.ceil(order["seconds"] / once)), MOST)
+        seconds = self.block(trainer, self.steps)
+        peak.stop()
+        return {"seconds": seconds, "steps": self.steps}
+
+    def block(self, trainer: Trainer, steps: int) -> float:
+        for _ in range(WARM):
+            trainer.step(self.batch)
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            trainer.step(self.batch)
+        self.wait()
+        return (time.perf_counter() - start) / steps
+
+    def memory(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The most memory that steps after the first took, and the tensors that last from step to step."""
+        assert self.workload is not None and self.trainer is not None and self.peak is not None
+        model = self.workload.model
+        tensors = [*model.parameters(), *model.buffers(), *self.trainer.states()]
+        jax = self.trainer.jax
+        return {
+            "peak_bytes": (self.peak.bytes if jax is None else jax.peak_bytes()) or None,
+            "state_bytes": size_of(tensors) if jax is None else jax.state_bytes(),
+        }
+
+    def profile(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Time and bytes by kernel family."""
+        assert self.trainer is not None
+        step, batch = self.trainer.step, self.batch
+        if self.trainer.whole is not None:
+            return profiles.of_ours(self.trainer.whole, lambda: step(batch), self.device, PROFILED)
+        return profiles.of_torch(lambda: step(batch), self.device, PROFILED)
+
+
+def nudge(model: torch.nn.Module) -> None:
+    """Moves every weight up or down by about its last bit."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            way = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
+            parameter.mul_((1 + way * 2.0**-23).to(parameter.device))
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An answer that says what went wrong."""
+    text = " ".join(str(error).split())
+    full = isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text.lower()
+    return {"error": f"{type(error).__name__}: {text[:400]}", "out_of_memory": full}
+
+
+def serve(orders: TextIO, answer: Callable[[dict[str, Any]], None], import_seconds: float = 0.0) -> None:
+    """Takes orders until they end. The first one says who this is."""
+    worker: Worker | None = None
+    for line in orders:
+        order = json.loads(line)
+        if order["do"] == "end":
+            return
+        try:
+            if order["do"] == "begin":
+                worker = Worker(order, import_seconds)
+                answer({"ready": True})
+            else:
+                answer(getattr(worker, order["do"])(order))
+        except Exception as error:  # the answer carries it, the parent decides
+            traceback.print_exc()
+            answer(describe(error))
+
+
+@contextlib.contextmanager
+def answers(number: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    with os.fdopen(number, "w") as pipe:
+
+        def answer(found: dict[str, Any]) -> None:
+            pipe.write(json.dumps(found) + "\n")
+            pipe.flush()
+
+        yield answer
+
+
+def main(import_seconds: float) -> None:
+    with answers(int(sys.argv[1])) as answer:
+        serve(sys.stdin, answer, import_seconds)

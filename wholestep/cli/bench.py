@@ -1,0 +1,245 @@
+"""`wholestep bench`: training steps against eager PyTorch and torch.compile, or the summary of what was measured.
+
+Results go to a JSON file run by run; tables, plots and the README's part are made from that file alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wholestep.bench import page, profile, summary
+from wholestep.bench.contenders import CONTENDERS, EAGER, MODES, OURS, PRECISIONS
+from wholestep.bench.race import Race, Settings
+from wholestep.bench.results import Results, circumstances
+from wholestep.bench.workload import NETWORKS, Case, cases, networks
+from wholestep.cli.console import Console
+from wholestep.errors import InputError
+from wholestep.options import near
+
+#: seconds below which no further case is begun
+LEAST_SECONDS = 20.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="networks (resnet50, resnet50@few) or ONNX files (default: all)")
+    add("--against", metavar="A,B", help=f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none")
+    add(
+        "--size",
+        help="the size of networks that are named without one: full, few, cpu, ... (default: full; on a CPU cpu)",
+    )
+    add("--device", choices=("cuda", "cpu"), help="where to train (default: a GPU if there is one)")
+    add("--precision", choices=PRECISIONS, help="bf16 (default on a GPU) or fp32")
+    add("--json", metavar="FILE", help="keep results in this file; entries that are not measured now stay")
+    add("--html", metavar="FILE", help="write all results of the file as one page")
+    add("--plots", metavar="FOLDER", help="write plots as SVG there")
+    add("--readme", metavar="FILE", help="write the summary between the markers of this page")
+    add("--summary", metavar="JSON", help="measure nothing: show what is in this file, with the bars that hold")
+    add("--profile", action="store_true", help="time and bytes by kernel family, ours beside the others")
+    add(
+        "--together",
+        action="store_true",
+        help="contenders that time no kernels compile at once; timing is always alone",
+    )
+    add("--limit", type=positive, default=300.0, metavar="S", help="seconds that one contender may work (default 300)")
+    add("--seconds", type=positive, default=3600.0, metavar="S", help="seconds for everything (default 3600)")
+    add("--rounds", type=count, default=7, help="blocks of steps that each contender times (default 7)")
+    add("--block", type=positive, default=0.4, metavar="S", help="seconds of one block (default 0.4)")
+    add("--steps", type=count, default=10, help="steps whose losses are compared (default 10)")
+    add("--threads", type=int, default=0, help="threads on a CPU (default: torch's own)")
+    add("--networks", default=NETWORKS, metavar="MODULE", help="a module with build(name, size, device)")
+    add("--bind", action="append", default=[], metavar="DIM=N", help="the size of a free dimension of an ONNX file")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    if args.summary:
+        results = Results.load(existing(args.summary))
+        show(console, results, args)
+        write_pages(results, args)
+        return 0
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda asks for a GPU, and torch sees none; see `wholestep doctor`")
+    settings = Settings(
+        device=device,
+        precision=args.precision or ("bf16" if device == "cuda" else "fp32"),
+        steps=args.steps,
+        rounds=args.rounds,
+        block_seconds=args.block,
+        limit=args.limit,
+        together=args.together,
+        profile=args.profile,
+        threads=args.threads,
+        networks=args.networks,
+        bind=bound(args.bind),
+    )
+    contenders = [OURS, *rivals(args.against, device)]
+    wanted = cases(args.names, args.size or ("full" if device == "cuda" else "cpu"), args.networks)
+    results = Results.load(Path(args.json)) if args.json else Results()
+    measured = measure(console, wanted, contenders, settings, results, args)
+    show(console, measured, args)
+    write_pages(results, args)
+    return 0 if all(entry["status"] == "agrees" for entry in [*measured.entries, *measured.profiles]) else 1
+
+
+def measure(
+    console: Console,
+    wanted: Sequence[Case],
+    contenders: Sequence[str],
+    settings: Settings,
+    results: Results,
+    args: argparse.Namespace,
+) -> Results:
+    """Runs all cases that fit the time. What is found goes to `results`, and to the file after each case."""
+    began, measured = time.monotonic(), Results()
+    command = shlex.join(["wholestep", *sys.argv[1:]]) if sys.argv[1:2] == ["bench"] else "wholestep bench"
+
+    def say(text: str) -> None:
+        console.line(f"[{time.monotonic() - began:6.1f} s] {text}")
+        console.stream.flush()  # whoever reads a file of it sees how far it is
+
+    for case in wanted:
+        left = args.seconds - (time.monotonic() - began)
+        if left < min(LEAST_SECONDS, args.seconds / 2):
+            say(f"{case}: not begun, {left:.0f} s are left")
+            continue
+        where = circumstances(settings.device, settings.threads, command)
+        known = None if EAGER in contenders else results.reference(case, settings.precision, where, settings.steps)
+        limit = min(settings.limit, left)
+        race = Race(case, replace(settings, limit=limit), say, time.monotonic() + left, known)
+        found = race.run(contenders, Race.profiling if settings.profile else Race.timing)
+        who: dict[str, Any] = {"network": case.network, "size": case.size, "precision": settings.precision}
+        who["race"] = f"{where['date']} {secrets.token_hex(3)}"
+        for name, entry in found.items():
+            whole = who | {"contender": name} | where | entry
+            for each in (results, measured):
+                if settings.profile and "profile" in whole:
+                    each.merge_profile(whole)
+                elif not settings.profile or each is measured:
+                    each.merge(whole)
+        if args.json:
+            results.save(Path(args.json))
+    return measured
+
+
+# ---- what is shown and written ---------------------------------------------------------------------------------------
+
+
+def show(console: Console, results: Results, args: argparse.Namespace) -> None:
+    if not results.entries and not results.profiles:
+        console.line("nothing was measured")
+    bars = bars_of(args.networks) if args.summary else ()
+    for (device, _, _), entries in summary.machines(results.entries).items():
+        table = summary.Table(entries)
+        console.heading(summary.about(entries))
+        console.table(*summary.contender_rows(table), left=2)
+        own = [bar for bar in bars if bar.device == device]
+        if own:
+            console.table(summary.BAR_COLUMNS, summary.bar_rows(table, own), left=2)
+        for entry in entries:
+            if entry["status"] != "agrees":
+                console.line(f"{entry['network']}@{entry['size']} {entry['contender']}: {page.reason(entry)}")
+    for case, group in page.by_case(results.profiles).items():
+        show_profile(console, case, group)
+
+
+def show_profile(console: Console, case: str, group: Mapping[str, Mapping[str, Any]]) -> None:
+    console.heading(f"{case}: a step by kernel family")
+    console.table(*profile.table_of(group))
+    for line in profile.differences(group, OURS):
+        console.line(f"  {line}")
+    for name, found in group.items():
+        console.heading(f"{case}: what takes longest, {name}")
+        console.table(profile.TOP_COLUMNS, profile.top_rows(found, 20), left=2)
+
+
+def write_pages(results: Results, args: argparse.Namespace) -> None:
+    """The files that were asked for, from all results."""
+    if not (args.html or args.plots or args.readme):
+        return
+    bars = bars_of(args.networks)
+    if args.html:
+        write(Path(args.html), page.page(results.entries, results.profiles, bars))
+    if args.plots:
+        for name, drawn in page.plots(results.entries).items():
+            write(Path(args.plots) / name, drawn)
+    if args.readme:
+        summary.write_between_markers(Path(args.readme), summary.markdown(results.entries, bars))
+        print(f"written: {args.readme}", file=sys.stderr)
+
+
+def bars_of(module: str) -> Sequence[summary.Bar]:
+    """The bars that the networks' module sets: `BARS` of its module `bars`; none where it has no such."""
+    networks(module)
+    try:
+        return importlib.import_module(f"{module}.bars").BARS
+    except ModuleNotFoundError as error:
+        if error.name != f"{module}.bars":
+            raise
+        return ()
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    print(f"written: {path}", file=sys.stderr)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def rivals(given: str | None, device: str) -> list[str]:
+    """The contenders beside ours."""
+    if given is None:
+        return [EAGER, *MODES] if device == "cuda" else [EAGER, "compile"]  # jax: only where it is asked for
+    names = [name for name in given.split(",") if name not in ("", "none", OURS)]
+    for name in names:
+        if name not in CONTENDERS:
+            hint = near(name, CONTENDERS)
+            raise InputError(f"--against names {name!r}; contenders are {', '.join(CONTENDERS[1:])}{hint}")
+    return list(dict.fromkeys(names))
+
+
+def bound(given: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, size = text.partition("=")
+        if not name or not size.isdigit() or int(size) < 1:
+            raise InputError(f"--bind takes a dimension and its size, such as batch=8, not {text!r}")
+        found[name] = int(size)
+    return found
+
+
+def existing(file: str) -> Path:
+    if not Path(file).is_file():
+        raise InputError(f"{file} is not there: `wholestep bench --json {file}` measures and writes it")
+    return Path(file)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
