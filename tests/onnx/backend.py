@@ -1,8 +1,8 @@
 """The official ONNX backend tests (`onnx.backend.test`) against the importer: every case, judged one by one.
 
 A case passes, is unsupported (an import error that says so), or is one of what must never be: wrong (a number that is
-not the expected one), refused (a valid graph called invalid) or crashed. `python -m tests.onnx.backend --write` runs all
-cases and writes the counts and every failure with its reason into docs/onnx.md.
+not the expected one), refused (a valid graph called invalid) or crashed. `python -m tests.onnx.backend --write` runs
+all cases and writes the counts and every failure with its reason into docs/onnx.md.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def judge(case: Case) -> Outcome:
             module = from_onnx(case.model, mode="as written", frozen_inputs=True)
             types = {i.name: i.type for i in case.model.graph.input}
             listed = [types[n] for n in module.input_names]
-            got = module(*(to_torch(x, t) for x, t in zip(given, listed, strict=False)))
+            with torch.no_grad():
+                got = module(*(to_torch(x, t) for x, t in zip(given, listed, strict=False)))
             parts = list(got) if len(case.model.graph.output) > 1 else [got]
             outputs = [to_numpy(p, o.type) for p, o in zip(parts, case.model.graph.output, strict=True)]
             problem = difference(outputs, wanted, case)

@@ -19,7 +19,7 @@ from typing import Any
 import onnx
 import torch
 
-from tests.onnx.graphs import expected, model
+from tests.onnx.graphs import evaluated, expected, model
 from wholestep.onnx import Limits, OnnxError, from_onnx
 from wholestep.onnx.dtypes import dtype_of
 
@@ -81,6 +81,21 @@ def seeds() -> list[bytes]:
                     y = Softmax <axis = 0> (t)
                 }""",
                 w=torch.randn(3, 2, 3, 3), zero=torch.tensor([0]), one=torch.tensor([1]), minus=torch.tensor([-1]),
+            ),
+            model(
+                """agraph (float[2, 3] x) => (float[a, b] y, float[c, d] z) {
+                    r = Range(zero, three, one)
+                    g = Gather <axis = 1> (x, r)
+                    e = Expand(g, wide)
+                    t = Tile(e, twice)
+                    p = Pad(t, pads)
+                    y = Clip(p, low)
+                    h = OneHot(r, three, values)
+                    z = MatMul(x, h)
+                }""",
+                zero=torch.tensor(0), three=torch.tensor(3), one=torch.tensor(1), wide=torch.tensor([2, 3]),
+                twice=torch.tensor([2, 1]), pads=torch.tensor([0, 1, 1, 0]), low=torch.tensor(0.1),
+                values=torch.tensor([0.5, 2.0]),
             ),
         )
     ]  # fmt: skip
@@ -215,9 +230,17 @@ def verdict(data: bytes) -> str:
         wanted = expected(data, *inputs)
     except Exception:  # somebody else's judgement of a broken file
         return "imported"
+    try:
+        compare(results, wanted)
+    except AssertionError:  # (it is wrong about a Scan whose body hands an input on)
+        compare(results, evaluated(onnx.load_model_from_string(data), *inputs))
+        return "as onnx.reference"
+    return "as onnxruntime"
+
+
+def compare(results: Any, wanted: list[torch.Tensor]) -> None:
     for mine, theirs in zip(results, wanted, strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
-    return "as onnxruntime"
 
 
 def main() -> None:

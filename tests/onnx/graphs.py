@@ -10,6 +10,7 @@ import onnx
 import onnx.parser
 import torch
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 
 def model(body: str, opset: int = 18, **tensors: Any) -> Any:
@@ -27,7 +28,6 @@ def model(body: str, opset: int = 18, **tensors: Any) -> Any:
 def expected(proto: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """What somebody else's runtime gives for these inputs."""
     data = proto.SerializeToString() if isinstance(proto, onnx.ModelProto) else proto
-    arrays = [x.detach().numpy() for x in inputs]
     if find_spec("onnxruntime") is not None:
         import onnxruntime
 
@@ -35,10 +35,14 @@ def expected(proto: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
         session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        arrays = [x.detach().numpy() for x in inputs]
         out = session.run(None, dict(zip([i.name for i in session.get_inputs()], arrays, strict=True)))
-    else:
-        from onnx.reference import ReferenceEvaluator
+        return [torch.as_tensor(np.asarray(x)) for x in out]
+    return evaluated(onnx.load_model_from_string(data), *inputs)
 
-        evaluator = ReferenceEvaluator(onnx.load_model_from_string(data) if isinstance(data, bytes) else data)
-        out = evaluator.run(None, dict(zip(evaluator.input_names, arrays, strict=True)))
+
+def evaluated(proto: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """What the evaluator of the `onnx` package gives."""
+    evaluator = ReferenceEvaluator(proto)
+    out = evaluator.run(None, dict(zip(evaluator.input_names, (x.detach().numpy() for x in inputs), strict=True)))
     return [torch.as_tensor(np.asarray(x)) for x in out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -304,7 +305,12 @@ def test_a_graph_exported_for_inference_trains_with_batch_statistics(compiled):
         step = ws.compile(module, lambda m, x: (m(x) - 1).square().mean(), optimizer, (x,), level=0)
         torch.testing.assert_close(step(x).detach(), (wanted - 1).square().mean().detach())
     else:
-        torch.testing.assert_close(module(x), wanted)
+        out = module(x)
+        torch.testing.assert_close(out, wanted)
+        out.square().sum().backward()
+        mine, module.bn.weight.grad = module.bn.weight.grad, None
+        wanted.square().sum().backward()
+        torch.testing.assert_close(mine, module.bn.weight.grad)
     torch.testing.assert_close(module.bn.mean, 0.75 * mean + 0.25 * batch[0])
     torch.testing.assert_close(module.bn.var, 0.75 * var + 0.25 * batch[1])
 
@@ -343,6 +349,26 @@ def test_dropout_drops_while_training():
     assert torch.equal(module(x), first)
 
 
+def test_a_loss_inside_the_graph():
+    body = """agraph (float[n, 3] x, int64[n] t) => (float loss, float[n, 4] z) {
+        y = Gemm <transB = 1> (x, fc__weight, fc__bias)
+        loss, z = SoftmaxCrossEntropyLoss <reduction = "mean"> (y, t)
+    }"""
+    torch.manual_seed(0)
+    proto = model(body, fc__weight=torch.randn(4, 3), fc__bias=torch.randn(4))
+    module = from_onnx(proto, outputs=["loss"])
+    twin = Twin(module)
+    x, target = torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0])
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (module, twin))
+    step = ws.compile(module, None, mine, (x, target), level=0)
+    for _ in range(3):
+        wanted = torch.nn.functional.cross_entropy(twin(x), target)
+        torch.testing.assert_close(step(x, target).detach(), wanted.detach())
+        theirs.zero_grad()
+        wanted.backward()
+        theirs.step()
+
+
 def test_the_graph_is_imported_as_step_ops_of_its_nodes():
     module = from_onnx(linear())
     module._graph.model.proto.graph.node[0].name = "/fc/Gemm"
@@ -362,6 +388,16 @@ def test_copies_share_the_graph_and_have_their_own_parameters():
     assert not other(torch.ones(1, 3)).any() and module(torch.ones(1, 3)).any()
 
 
+def test_a_module_can_be_pickled():
+    module = from_onnx(linear())
+    x = torch.randn(2, 3)
+    out = module(x)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), out)
+
+
 # ---- back to a file --------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +413,17 @@ def test_trained_weights_go_back_into_the_graph(tmp_path):
     (out,) = expected(onnx.load(path), x)
     torch.testing.assert_close(out, module.eval()(x).detach())
     assert not torch.allclose(out, from_onnx(linear())(x).detach())
+
+
+def test_large_weights_go_to_a_file_beside_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("wholestep.onnx.api.MAX_INLINE", 10)
+    proto = model("agraph (float[n, 400] x) => (float[n, 400] y) { y = Add(x, w) }", w=torch.randn(400))
+    module = from_onnx(proto)
+    to_onnx(module, tmp_path / "large.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["large.onnx", "large.onnx.data"]
+    assert torch.equal(from_onnx(tmp_path / "large.onnx").w, module.w)
+    with pytest.raises(OnnxError, match="which is there already"):
+        to_onnx(module, tmp_path / "large.onnx")
 
 
 def test_only_imported_models_are_written():

@@ -67,9 +67,9 @@ def resnet():
 
 def efficientnet():
     config = transformers.EfficientNetConfig(
-        image_size=32, width_coefficient=0.25, depth_coefficient=0.2, hidden_dim=320, num_labels=4, dropout_rate=0.0,
+        image_size=32, width_coefficient=0.025, depth_coefficient=0.2, hidden_dim=32, num_labels=4, dropout_rate=0.0,
         drop_connect_rate=0.0, kernel_sizes=[3, 5], in_channels=[32, 16], out_channels=[16, 24], depthwise_padding=[],
-        strides=[1, 2], num_block_repeats=[1, 1], expand_ratios=[1, 4],
+        strides=[1, 2], num_block_repeats=[1, 1], expand_ratios=[1, 4], initializer_range=0.3,
     )  # fmt: skip
     images = torch.randn(4, 3, 32, 32)
     return transformers.EfficientNetForImageClassification(config), {"pixel_values": images}, torch.tensor([0, 1, 2, 3])

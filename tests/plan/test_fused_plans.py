@@ -197,7 +197,7 @@ def test_fp16_with_loss_scaling_skips_the_same_steps() -> None:
 
 def test_a_memory_budget_with_fusion() -> None:
     whole = compiled("transformer", "loops")[1].plan()
-    _, step, batch = compiled("transformer", "loops", memory_budget=0.9)
+    _, step, batch = compiled("transformer", "loops", memory_budget=0.95)
     _, plain, _ = compiled("transformer", "")
     torch.testing.assert_close(losses(step, batch, (6, 6)), losses(plain, batch, (6, 6)), rtol=1e-4, atol=1e-5)
     verify_plan(plan_to_module(step.plan()))

@@ -194,7 +194,7 @@ def test_integers_and_booleans_are_no_reason() -> None:
     assert not Bodies()(piece(program(types, build))).why_not
 
 
-# ---- pieces that differ in sizes alone ---------------------------------------------------------------------------------
+# ---- pieces that differ in sizes alone -------------------------------------------------------------------------------
 
 
 def normalised(b: StepBuilder, x: Value) -> Value:

@@ -1,8 +1,8 @@
 """Who runs each region: ways that providers offer are built, compared with ATen's result, timed, and the best kept.
 
-Of each provider the best guess is tried first; all its other ways only for the regions that take most of the time. While
-one region is measured, kernels of the next are compiled. A way that is wrong, crashes or cannot be built is excluded with
-its reason and never stops a compile. What was measured is kept (`store.py`): a region is timed once per machine.
+Of each provider the best guess is tried first, and its other ways only for the regions that take most of the time.
+While one region is measured, kernels of the next are compiled. A way that is wrong, crashes or cannot be built is
+excluded with its reason and never stops a compile. What was measured is kept (`store.py`): once per machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARGIN = 1.0
 #: seconds that timing one way may take
 PATIENCE = {"cpu": 0.04, "cuda": 0.01}
 #: regions that make up this share of the time are tried in every way that is offered, the others by best guesses
-HEAVY = 0.8
+HEAVY = 0.7
 #: a way is timed by one call where that took so many times as long as the best way, and so many seconds
 CLEARLY, SLOW = 3.0, 1e-3
 
@@ -138,8 +138,11 @@ class Choices:
         with ExitStack() as stack:
             found: dict[str, Any] = {}
             for provider in self.providers:
-                make = getattr(provider.code, "ahead", None) if isinstance(provider, Generator) else None
-                compiling = None if make is None else make()
+                try:
+                    make = getattr(provider.code, "ahead", None) if isinstance(provider, Generator) else None
+                    compiling = None if make is None else make()
+                except (ImportError, OSError):  # whatever is in the way is said when kernels are built
+                    continue
                 if compiling is not None:
                     found[provider.name] = stack.enter_context(compiling)
             yield found

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..dialects.step import constant_value, torch_dtype
+from ..dialects.step.pooling import possible_winners
 from ..errors import InputError
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
@@ -358,6 +359,10 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
             top = min(2, smallest_table(region))
             flat.copy_(torch.randint(0, top, (span,), generator=generator, device=region.device))
         found.append(flat.as_strided(spec.shape, spec.strides))
+    arguments = region.body.regions[0].block.arguments
+    for op in region.ops:
+        if op.name == "step.max_pool_grad" and op.indices in arguments:
+            found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
     return found
 
 

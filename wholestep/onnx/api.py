@@ -19,6 +19,9 @@ from .state import Trainable, find_state
 from .tensors import write_tensor
 from .walk import Limits
 
+#: more bytes of weights than this go to a file beside the model: protobuf ends at 2 GB
+MAX_INLINE = (1 << 31) - (1 << 24)
+
 
 def from_onnx(
     source: Any,
@@ -58,7 +61,7 @@ def to_onnx(step_or_model: Any, path: str | os.PathLike[str]) -> None:
     model = step_or_model if isinstance(step_or_model, torch.nn.Module) else getattr(step_or_model, "model", None)
     if not isinstance(model, OnnxModule):
         raise OnnxError(
-            "to_onnx writes models that came from from_onnx (or a step compiled from one); "
+            "to_onnx writes models that came from from_onnx (or a step compiled from one)\n"
             "Try: torch.onnx.export for a torch module"
         )
     proto = onnx.ModelProto()
@@ -71,9 +74,11 @@ def to_onnx(step_or_model: Any, path: str | os.PathLike[str]) -> None:
         elif tensor.data_location == onnx.TensorProto.EXTERNAL:
             write_tensor(tensor, constants[tensor.name])
     target = Path(path)
-    large = sum(len(t.raw_data) for t in proto.graph.initializer) > (1 << 31) - (1 << 24)
+    large = sum(len(t.raw_data) for t in proto.graph.initializer) > MAX_INLINE
     unfinished = target.with_name(target.name + ".unfinished")
     data = target.name + ".data"
+    if large and target.with_name(data).exists():
+        raise OnnxError(f"the weights would go to {data}, which is there already\nTry: another name")
     try:
         onnx.save_model(proto, str(unfinished), save_as_external_data=large, location=data)
         checker.check_model(str(unfinished))

@@ -59,13 +59,13 @@ TORCH_OWN: dict[int, torch.dtype] = {
 #: floating-point types in which a parameter can be trained
 TRAINABLE = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
+_NAMES: dict[int, str] = {value: name for name, value in TensorProto.DataType.items()}
 _BY_DTYPE = {dtype: number for number, dtype in NATIVE.items()}
 
 
 def type_name(number: int) -> str:
     """The name of an ONNX element type: `FLOAT`, `INT64`."""
-    names = {value: name for name, value in TensorProto.DataType.items()}
-    return names.get(number, f"unknown type {number}")
+    return _NAMES.get(number, f"unknown type {number}")
 
 
 def dtype_of(number: int) -> torch.dtype | None:

@@ -78,15 +78,19 @@ class OnnxModule(nn.Module):
         state = {name: self._tensor(found.path) for name, found in self._graph.state.items()}
         device = one_device([*flat, *state.values()])
         found = outside_traces(self._graph.specialise, items, self.training)
+        constants = outside_traces(found.constants, device)
+        tracing = torch.compiler.is_compiling()
         tensors = []
         for index, source in enumerate(found.sources):
             if source.kind == "input":
                 tensors.append(flat[int(source.name)])
             elif source.kind == "state":
-                tensors.append(state[source.name])
+                tensor = state[source.name]
+                # backward sees the statistics as they were
+                tensors.append(tensor.clone() if source.name in found.updated and not tracing else tensor)
             elif source.kind == "constant":
-                tensors.append(found.constant(index, device))
-        key = draw_key() if found.random and not torch.compiler.is_compiling() else torch.zeros(3, dtype=torch.int64)
+                tensors.append(constants[index])
+        key = draw_key() if found.random and not tracing else torch.zeros(3, dtype=torch.int64)
         results = onnx_call(tensors, key, number_of(found), str(device))
         with torch.no_grad():
             for name, new in zip(found.updated, results[found.outputs :], strict=True):
@@ -244,6 +248,8 @@ def _inline(imp: Importer, tensors: list[Value], key: Value, number: str, device
         if copy.name == "step.random":
             imp.streams += 1
             copy.attributes["stream"] = imp.streams
+        elif copy.name == "step.opaque":
+            imp.opaque_targets[copy.target] = imp.opaque_targets.get(copy.target, 0) + 1
         if imp.b.phase:
             copy.attributes["phase"] = imp.b.phase
         imp.b.insert(copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 
 from .api import from_onnx
 from .dtypes import dtype_of, type_name
-from .errors import OnnxError
+from .errors import OnnxError, OnnxLimitError
 from .module import OnnxModule
 
 #: the size of a symbolic dimension that is not bound: batches are small, everything else a short sequence
 BATCH, OTHER = 2, 16
+#: elements of one input that is made up
+MAX_ELEMENTS = 1 << 30
 
 
 def example(
@@ -58,6 +61,8 @@ def made_up(shape: list[int], kind: int, name: str, generator: torch.Generator) 
     dtype = dtype_of(kind)
     if dtype is None:
         raise OnnxError(f"input {name} holds {type_name(kind)}; write a script that makes the batch")
+    if min(shape, default=0) < 0 or math.prod(shape) > MAX_ELEMENTS:
+        raise OnnxLimitError(f"input {name} has the shape {shape}, which is not made up here; bind smaller dimensions")
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     if name.endswith("mask"):

@@ -69,18 +69,14 @@ class Specialised:
         #: what the operator's call names it by
         self.number = ""
         self._runs: dict[Any, Any] = {}
-        self._constants: dict[tuple[int, str], torch.Tensor] = {}
+        self._constants: dict[torch.device, dict[int, torch.Tensor]] = {}
 
-    def constant(self, index: int, device: torch.device) -> torch.Tensor:
-        """A constant of the graph on a device."""
-        tensor = self.sources[index].tensor
-        assert tensor is not None
-        if device.type == tensor.device.type:
-            return tensor
-        key = (index, str(device))
-        if key not in self._constants:
-            self._constants[key] = tensor.to(device)
-        return self._constants[key]
+    def constants(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """The constants of the graph on a device, by the number of their argument."""
+        if device not in self._constants:
+            known = [(index, s.tensor) for index, s in enumerate(self.sources) if s.tensor is not None]
+            self._constants[device] = {index: tensor.to(device) for index, tensor in known}
+        return self._constants[device]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """Runs the function by the reference executor; the results share no memory with anything."""
@@ -180,6 +176,9 @@ class Graph:
 
     def __deepcopy__(self, memo: Any) -> Graph:
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_made": OrderedDict()}  # what was made can be made again
 
     def specialise(self, items: Sequence[Any], training: bool) -> Specialised:
         """The function for inputs like these: tensors, lists of them or None, in the order of the graph's inputs."""

@@ -35,6 +35,8 @@ REFUSED_DOMAINS = {
     "ai.onnx.training": "training algorithms inside the graph; give ws.compile a torch optimizer instead",
 }
 MAX_DEPTH = 40
+#: torch has no tensors of more dimensions
+MAX_RANK = 64
 VARIADIC = defs.OpSchema.FormalParameterOption.Variadic
 
 
@@ -346,6 +348,8 @@ class Walk:
             return rule(context, *inputs)
         except (WholestepError, RecursionError):
             raise
+        except MemoryError:
+            raise OnnxLimitError(f"{context.where}: there is not enough memory to import it") from None
         except (
             ValueError,
             TypeError,
@@ -407,6 +411,8 @@ class Walk:
         op = first
         while op is not None:
             for result in op.results:
+                if result.type.rank > MAX_RANK:
+                    raise OnnxLimitError(f"{where}: it makes a tensor of {result.type.rank} dimensions")
                 if result.type.bytes > self.limits.tensor_bytes:
                     raise OnnxLimitError(
                         f"{where}: it makes a tensor of shape {list(result.type.shape)}, more than "
@@ -422,7 +428,7 @@ class Schema:
     """An operator's schema, with its lists read once (they are made anew each time they are asked for)."""
 
     def __init__(self, schema: Any):
-        self._schema = schema
+        self.plain = schema
         self.since_version = schema.since_version
         self.inputs, self.outputs, self.attributes = list(schema.inputs), list(schema.outputs), dict(schema.attributes)
         self.min_input_, self.max_input_ = schema.min_input, schema.max_input
@@ -430,7 +436,7 @@ class Schema:
         self.constraints = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._schema, name)
+        return getattr(self.plain, name)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from ..ir.core import Op
 from ..options import Options
 from ..plan import Plan, plan_function
 from ..plan.planner import Planned
-from ..torch_private import foreach_copy, mark_optimizer_called
+from ..torch_private import foreach_copy, mark_optimizer_called, profiled
 from ..training.build import Program, sizes
 from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.layout import own_strides
@@ -168,7 +168,7 @@ class TrainStep:
                 "it learns there is lost; call it in the loop that reads the loader"
             )
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with self._lock, outside, torch.profiler.record_function("wholestep.step"):
+        with self._lock, outside, profiled("wholestep.step"):
             start = time.perf_counter()
             refuse_autocast("called")
             if self._holds_averages:

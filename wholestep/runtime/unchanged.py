@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..torch_private import at_addresses
 from ..training.optimizer_plan import OptimizerPlan
 
 ADDRESS, ROW_BY_ROW = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -65,7 +66,7 @@ class Snapshot:
         self.trainable = [t for t in own if isinstance(t, nn.Parameter)]
         self.flags = list(map(TRAINS, self.trainable))
         self.tensors = own + held
-        self.addresses = list(map(ADDRESS, self.tensors))
+        self.addresses, self.numbers = list(map(ADDRESS, self.tensors)), list(range(len(self.tensors)))
         #: tensors that can lie otherwise at the same address: the others have one dimension or none
         self.laid = [t for t in self.tensors if t.dim() > 1]
         self.row_by_row = list(map(ROW_BY_ROW, self.laid))
@@ -107,7 +108,7 @@ class Snapshot:
         except OtherTensorError:
             return False
         if (
-            list(map(ADDRESS, self.tensors)) != self.addresses
+            not at_addresses(self.tensors, self.addresses, self.numbers)
             or list(map(TRAINING, self.attributes)) != self.training
             or list(map(TRAINS, self.trainable)) != self.flags
             or list(map(ROW_BY_ROW, self.laid)) != self.row_by_row

@@ -22,6 +22,7 @@ from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
 from ..ir.types import I64
 from .again import CHEAP, compute_again
+from .around import join_around
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
@@ -49,6 +50,9 @@ class Group:
 
     members: list[Op]
     points: int = 1
+    #: ops that were members until others computed what they make, and those of kernels that were taken along
+    gone: list[Op] = field(default_factory=list)
+    along: list[list[Op]] = field(default_factory=list)
 
 
 class Reach:
@@ -311,7 +315,7 @@ class Fuser:
             op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
         }
         if self.recipe:
-            return compute_again(self, replay(self, self.recipe))
+            return join_around(self, compute_again(self, replay(self, self.recipe)))
         join_forced(self, self.force)
         fusible = [op for op in self.nodes if self.is_fusible(op)]
         #: they go with their reader rather than with what they read: it is smaller than what they make
@@ -328,7 +332,7 @@ class Fuser:
         chosen = {
             id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
         }
-        return compute_again(self, list(chosen.values()))
+        return join_around(self, compute_again(self, list(chosen.values())))
 
     def join_makers(self, op: Op) -> None:
         """Joins an op with the kernels of what it reads, the largest first."""
@@ -477,13 +481,19 @@ class Fuser:
             last = group.members[-1]
             builder = Builder(self.block, last, last.loc, last.phase)
             op = builder.create(Fused, piece.inputs, [v.type for v in piece.outputs], {"callee": Symbol(name)})
-            self.fusion.kernels.append((op, [self.names[m] for m in group.members if m in self.names]))
+            for line in self.lines(group):
+                self.fusion.kernels.append((op, [self.names[m] for m in line if m in self.names]))
             self.replace(piece, op)
             gone = set(group.members)
             for inner in reversed(piece.ops):
                 if inner in gone or not any(r.uses for r in inner.results):
                     inner.erase()
         self.sort()
+
+    def lines(self, group: Group) -> list[list[Op]]:
+        """The ops of a kernel as a recipe has them: kernels that were taken along (`around.py`) are lines of their own."""
+        taken = {m for line in group.along for m in line}
+        return [[*(m for m in group.members if m not in taken), *group.gone], *group.along]
 
     def replace(self, piece: Piece, op: Op) -> None:
         inside = set(piece.ops)

@@ -1,8 +1,9 @@
-"""`channels_last`: decides how every image and volume of a step lies in memory, forward and backward together.
+"""`channels_last`: decides how every image, volume and sequence of a step lies in memory, forward and backward together.
 
 Each value has one of two labels: row by row, or with channels as neighbours. Kernels write as they read, a convolution
 that is not given channels-last converts its tensors by itself, and a change of layout between two ops is a copy. The
-cheapest labels are a minimum cut, which is exact; `step.layout` stands where they change.
+cheapest labels are a minimum cut, which is exact; `step.layout` stands where they change. Libraries convolve sequences
+with channels as neighbours only as images of one row, so that is what those become.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..dialects.step import StepBuilder
-from ..dialects.step.convolution import ConvolutionLike
+from ..dialects.step.convolution import Conv, ConvInputGrad, ConvolutionLike, options
 from ..dialects.step.layout import Layout, inverse
 from ..dialects.step.optimizers import OptimizerUpdate
 from ..dialects.step.reductions import Reduction
@@ -26,8 +27,9 @@ Order = tuple[int, ...]
 ROWS, LAST = 0, 1
 #: nodes of the network: what is cut off from the source lies row by row
 SOURCE, SINK = 0, 1
-#: ops that write as they read, beside pointwise ones and updates; the second only images, not volumes
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.max_pool", "step.max_pool_grad", "step.concat"})
+#: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images
+FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
+FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad"})
 FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive_avg_pool"}) | {
     "step.adaptive_avg_pool_grad"
 }
@@ -42,7 +44,7 @@ class Preference:
     """What a convolution costs more without channels-last, as a share of copying all its tensors once.
 
     1 is what a library pays that converts them by itself, as cuDNN does for its tensor-core kernels; our kernels for
-    depthwise convolutions take channels-last alone. `launch` is what one more kernel costs beside its bytes, in bytes:
+    depthwise convolutions take channels-last alone (those of sequences run as well without). `launch` is what one more kernel costs beside its bytes, in bytes:
     by default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as machine/h200.json has them.
     """
 
@@ -54,7 +56,9 @@ class Preference:
     def share(self, op: Op) -> float:
         if op.operands[0].type.element.text not in self.elements:
             return 0.0
-        return self.depthwise if is_depthwise(op) else self.convolution
+        if is_depthwise(op):
+            return self.depthwise if is_wide(op) else 0.0
+        return self.convolution
 
     def copy(self, value: Value) -> int:
         """The cost of a copy in another layout; nothing where that copy runs anyway."""
@@ -75,19 +79,14 @@ class ChannelsLast(Transformation):
         names = site_names(module)
         for function in functions(module):
             ops = list(function.regions[0].block)
-            short = [op for op in ops if issubclass(op.definition, ConvolutionLike) and not is_wide(op)]
-            wide = [op for op in ops if is_wide(op)]
-            for op in short:
-                if op.phase == "forward":
-                    reason = "its input has rank 3; channels-last is for images [N, C, H, W] and volumes"
-                    found.append(Opportunity(self.name, names[op], why_not=reason))
-            if not wide or any(op.definition is Layout for op in ops):
+            convolutions = [op for op in ops if is_convolution(op)]
+            if not convolutions or any(op.definition is Layout for op in ops):
                 continue
             decision = Decision(module, function, self.preference)
-            taken = [op for op in wide if decision.label(op) == LAST]
+            taken = [op for op in convolutions if decision.label(op) == LAST]
             change = Change(bytes=decision.moved(decision.side) - decision.moved([False] * len(decision.side)))
             reason = "" if taken else decision.why_not()
-            found.append(Opportunity(self.name, names[(taken or wide)[0]], Change() if reason else change, reason))
+            found.append(Opportunity(self.name, names[(taken or convolutions)[0]], Change() if reason else change, reason))
         return found
 
     def apply(self, op: Op) -> None:
@@ -116,9 +115,14 @@ def differ(shape: Sequence[int], one: Order, other: Order) -> bool:
     return 0 not in shape and not same_places(shape, strides_in(shape, one), strides_in(shape, other))
 
 
+def is_convolution(op: Op) -> bool:
+    """A convolution, or a gradient of one."""
+    return issubclass(op.definition, ConvolutionLike)
+
+
 def is_wide(op: Op) -> bool:
     """A convolution of images or volumes, or a gradient of one."""
-    return issubclass(op.definition, ConvolutionLike) and len(op.stride) >= 2
+    return is_convolution(op) and len(op.stride) >= 2
 
 
 def is_depthwise(op: Op) -> bool:
@@ -130,7 +134,7 @@ def repeats_images(op: Op) -> bool:
     """Whether what a broadcast repeats has both channels and pixels."""
     shape, rank = op.operands[0].type.shape, op.result.type.rank
     rows = tuple(range(rank))
-    return rank in (4, 5) and differ((1,) * (rank - len(shape)) + shape, rows, channels_last(rank))
+    return rank in (3, 4, 5) and differ((1,) * (rank - len(shape)) + shape, rows, channels_last(rank))
 
 
 def follows(op: Op, rank: int) -> bool:
@@ -142,6 +146,7 @@ def follows(op: Op, rank: int) -> bool:
         getattr(definition, "pointwise", False)
         or issubclass(definition, OptimizerUpdate | ConvolutionLike)
         or name in FOLLOW
+        or (name in FOLLOW_WIDE and rank >= 4)
         or (name in FOLLOW_IMAGES and rank == 4)
     )
 
@@ -164,6 +169,9 @@ class Decision:
         self.own: list[Value] = []
         self.settled: list[tuple[Value, Value]] = []  # new value, the argument it replaces
         self.preference = preference
+        sequences = any(is_convolution(op) and not is_wide(op) for op in function.regions[0].block)
+        #: what may be a batch of sequences, images or volumes
+        self.ranks = (3, 4, 5) if sequences else (4, 5)
         self.walk(module)
         self.connect()
         self.network.push(SOURCE, SINK)
@@ -190,7 +198,7 @@ class Decision:
         """Notes a value whose layout is decided, if there is anything to decide about it. `pin`: it lies row by row."""
         rank = value.type.rank
         if orders is None:
-            if rank not in (4, 5):
+            if rank not in self.ranks:
                 return False
             orders = (tuple(range(rank)), channels_last(rank))
         if len(orders[0]) != rank or not differ(value.type.shape, *orders):
@@ -261,7 +269,7 @@ class Decision:
     def follow(self, op: Op, decided: list[Value], orders: tuple[Order, Order]) -> None:
         node = self.of_op[op] = self.network.node()
         standard = (tuple(range(len(orders[0]))), channels_last(len(orders[0])))
-        if is_wide(op):
+        if is_convolution(op):
             orders = standard
         for value in decided:
             if self.orders[value] == orders:
@@ -270,7 +278,7 @@ class Decision:
                 self.strangers.append((op, value, node))
         for result in op.results:
             self.enter(result, node, orders)
-        if is_wide(op):
+        if is_convolution(op):
             tensors, share = [*decided, *[r for r in op.results if r in self.node]], self.preference.share(op)
             self.penalties.append((node, share, tensors))
             copies = sum(2 * v.type.bytes + self.preference.launch for v in tensors)
@@ -281,7 +289,7 @@ class Decision:
         x = op.operands[0]
         shape, new = x.type.shape, op.result.type.shape
         places = [reshaped(shape, strides_in(shape, order), new) for order in self.orders[x]]
-        return len(new) not in (4, 5) and None not in places
+        return len(new) not in self.ranks and None not in places
 
     def finish(self, last: Op) -> None:
         """New state is copied to its place where it lies otherwise; a copy of another type is written there anyway."""
@@ -355,6 +363,9 @@ class Decision:
                     made[value, order] = laid_out(value, order, op)
                 new[value] = made[value, order]
             op.set_operands([new.get(v, v) for v in op.operands])
+        for op in list(self.function.regions[0].block):
+            if is_convolution(op) and not is_wide(op) and self.label(op) == LAST:
+                as_image(op)
 
 
 def conversion(value: Value) -> int:
@@ -373,6 +384,28 @@ def laid_out(value: Value, order: Order, reader: Op) -> Value:
     """A value in another order, made right before an op."""
     assert reader.parent is not None
     return StepBuilder(reader.parent, reader, reader.loc, reader.phase).layout(value, order=order)
+
+
+def as_image(op: Op) -> None:
+    """Makes a convolution of sequences, or a gradient of one, that of images of one row. They lie in the same memory."""
+    assert op.parent is not None
+    b = StepBuilder(op.parent, op, op.loc, op.phase)
+
+    def row(shape: Sequence[int]) -> tuple[int, ...]:
+        return (*shape[:2], 1, *shape[2:])
+
+    window = options(op)
+    for name, along in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
+        window[name] = (along, *window[name]) if window[name] else ()
+    lhs, rhs = (b.reshape(v, shape=row(v.type.shape)) for v in op.operands[:2])
+    if op.definition is Conv:
+        made = b.conv(lhs, rhs, op.bias, **window)
+    elif op.definition is ConvInputGrad:
+        made = b.conv_input_grad(lhs, rhs, input_shape=row(op.input_shape), **window)
+    else:
+        made = b.conv_weight_grad(lhs, rhs, weight_shape=row(op.weight_shape), **window)
+    op.result.replace_by(b.reshape(made, shape=op.result.type.shape))
+    op.erase()
 
 
 def own_strides(function: Op) -> dict[int, Strides]:

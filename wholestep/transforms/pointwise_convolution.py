@@ -20,6 +20,9 @@ from ..ir.core import Op, Value
 from .layout import channels_last, differ, follows, is_wide
 from .opportunity import Change, Opportunity, Transformation, matches, register_transformation, site_names, sites
 
+#: views of some of an image, which lie as it does
+PARTS = frozenset({"step.slice", "step.detach"})
+
 
 @register_transformation
 class PointwiseConvolution(Transformation):
@@ -142,11 +145,19 @@ def lie_channels_last(function: Op) -> set[Value]:
             continue
         if op.definition is Layout:
             last = op.order == channels_last(op.result.type.rank)
+        elif op.name == "step.reshape":
+            last = op.operands[0] in found and one_row(op.operands[0].type.shape, op.result.type.shape)
         else:
-            last = any(v in found for v in op.operands) and follows(op, widest(op))
+            last = any(v in found for v in op.operands) and (op.name in PARTS or follows(op, widest(op)))
         if last:
-            found.update(r for r in op.results if r.type.rank >= 4)
+            found.update(r for r in op.results if r.type.rank >= 3)
     return found
+
+
+def one_row(shape: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether one of two shapes is that of sequences and the other that of images of one row: one memory."""
+    short, long = sorted((tuple(shape), tuple(new)), key=len)
+    return len(short) == 3 and long == (*short[:2], 1, short[2])
 
 
 def widest(op: Op) -> int:

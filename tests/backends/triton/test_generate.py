@@ -98,6 +98,23 @@ def test_a_broken_kernel_does_not_stop_the_others():
     assert not isinstance(infos[good.key], Exception)
 
 
+def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    sums, plain = first([T(64, 32)], lambda b, x: b.sum(x, dims=(0,))), first([T(96)], lambda b, x: b.exp(x))
+    with generate.Ahead() as ahead:
+        ahead.add([sums])
+        ahead.add([sums, plain])
+        ahead.wait([plain, sums])
+    infos = generate.compile_for([sums, plain])
+    assert [info.seconds for info in infos.values()] == [0, 0]
+    with generate.Ahead() as ahead:  # nobody waits: what has begun is finished, the rest is not
+        ahead.add([first([T(128, n)], lambda b, x: b.exp(x)) for n in range(2, 40)])
+    assert not any(thread.is_alive() for thread in ahead.compilers.threads)
+    assert len(ahead.compilers.answers) < 38
+
+
 def test_equal_kernels_have_equal_keys():
     one, other = (first([T(64, 32)], lambda b, x: b.exp(x)) for _ in range(2))
     assert one.key == other.key and one.name == other.name

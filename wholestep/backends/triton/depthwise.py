@@ -2,6 +2,7 @@
 
 A thread owns a few neighbouring channels of a strip of columns and walks down the image. It reads each row once and
 keeps the rows that are still open, and the weights, in registers. Shapes are constants, so only edges pay for edges.
+Functions that are constants too say what happens to a value as it is read, and what is summed over what is stored.
 """
 
 # mypy: disable-error-code="assignment"
@@ -20,7 +21,9 @@ import triton.language as tl
 from ...errors import InputError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATIONS = ("none", "relu", "silu")
+#: what kernels are told that do nothing else on their loads, or on their stores
+NOTHING_BEFORE: dict[str, Any] = {"BEFORE_ONCE": None, "BEFORE": None}
+NOTHING_AFTER: dict[str, Any] = {"AFTER_ONCE": None, "AFTER": None, "SUMS": 0, "BESIDE": 0}
 #: threads that keep a large GPU busy; `configs` shortens the walks until there are so many
 BUSY = 200_000
 #: the kernels index within one image, and number their threads, with 32 bits
@@ -124,12 +127,12 @@ def widen(values, COUNT: tl.constexpr):
 
 
 @triton.jit
-def prepare(values, scale, shift, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr, COUNT: tl.constexpr,
+def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr, COUNT: tl.constexpr,
             FIRST: tl.constexpr, STEP: tl.constexpr, STRIPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-            SCALED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    """To f32, and activation(value * scale + shift) where the pixel is in the image: padding stays zero."""
+            BEFORE: tl.constexpr):  # fmt: skip
+    """To f32, and BEFORE(value, known) where the pixel is in the image: padding stays zero."""
     LAST: tl.constexpr = FIRST + (STRIPS - 1) * STEP
-    if not SCALED and ACTIVATION == "none":
+    if BEFORE is None:
         return widen(values, STRIDE_H * COUNT)
     wide = ()
     for a in tl.static_range(STRIDE_H):
@@ -138,15 +141,41 @@ def prepare(values, scale, shift, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.co
         for j in tl.static_range(COUNT):
             value = values[a * COUNT + j].to(tl.float32)
             if not padding_only(FIRST + j, STRIPS, WIDTH):
-                if SCALED:
-                    value = value * scale + shift
-                if ACTIVATION == "relu":  # as torch does it: a NaN stays one
-                    value = tl.where(value < 0.0, 0.0, value)
-                if ACTIVATION == "silu":
-                    value = value * tl.sigmoid(value)
+                value = BEFORE(value, known)
                 value = tl.where(inside(there, first, j, FIRST, LAST, WIDTH), value, 0.0)
             wide = wide + (value,)
     return wide
+
+
+@triton.jit
+def count(totals, value, beside, offset, mask, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr):
+    """Adds what AFTER makes of a stored value, and of the images `beside` it at the same place, to a lane's sums."""
+    seen = ()
+    for k in tl.static_range(BESIDE):
+        seen = seen + (tl.load(beside[k] + offset, mask=mask, other=0.0).to(tl.float32),)
+    found = AFTER(value, seen, known)
+    more = ()
+    for k in tl.static_range(SUMS):
+        more = more + (totals[k] + tl.where(mask, found[k], 0.0),)
+    return more
+
+
+@triton.jit
+def write_sums(sums, totals, item, strip, channel, active, STRIPS: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr):
+    """A lane's sums as one row of the partial ones."""
+    part = (item * STRIPS + strip) * tl.num_programs(1) + tl.program_id(1)
+    at = sums + part.to(tl.int64) * (SUMS * C) + channel
+    for k in tl.static_range(SUMS):
+        tl.store(at + k * C, totals[k], mask=active)
+
+
+@triton.jit
+def shifted(pointers, offset, COUNT: tl.constexpr):
+    """Each pointer, so far on."""
+    found = ()
+    for k in tl.static_range(COUNT):
+        found = found + (pointers[k] + offset,)
+    return found
 
 
 @triton.jit
@@ -167,11 +196,12 @@ def zeros(COUNT: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
-                   OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-                   PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-                   LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, SCALED: tl.constexpr,
-                   ACTIVATION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+                   OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
+                   STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
+                   ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr,
+                   BEFORE_ONCE: tl.constexpr, BEFORE: tl.constexpr, AFTER_ONCE: tl.constexpr, AFTER: tl.constexpr,
+                   SUMS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
     """Row t of the walk adds to outputs t, t - 1, ... t - OPEN + 1; the last of them is then complete."""
     STRIPS: tl.constexpr = ceil_div(OW, COLUMNS)
     OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
@@ -180,18 +210,20 @@ def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.conste
     active, n, strip, channel = place(N, STRIPS, C, LANES, VECTOR)
     first = strip * STEP - PAD_W
     image = x + n.to(tl.int64) * (H * W * C) + (first * C + channel)
-    result = y + n.to(tl.int64) * (OH * OW * C) + (strip * (COLUMNS * C) + channel)
+    place_out = n.to(tl.int64) * (OH * OW * C) + (strip * (COLUMNS * C) + channel)
+    result = y + place_out
+    others = shifted(beside, place_out, BESIDE)
     begin = tl.program_id(1) * ROWS
     end = tl.minimum(begin + ROWS, OH)
     weights = read_weights(w, channel, KH * KW)
-    scales = 1.0
-    shifts = 0.0
-    if SCALED:
-        scales = tl.load(scale + channel)
-        shifts = tl.load(shift + channel)
+    known = ()
+    if BEFORE is not None:
+        known = BEFORE_ONCE(before, channel)
+    known_after = ()
+    if AFTER is not None:
+        known_after = AFTER_ONCE(after, channel)
     nothing = tl.zeros((LANES, VECTOR), tl.float32)
-    total = nothing
-    squares = nothing
+    totals = zeros(SUMS, LANES, VECTOR)
     opened = zeros((OPEN - 1) * COLUMNS, LANES, VECTOR)
     if PREFETCH:
         ahead = read_rows(image, begin, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
@@ -203,8 +235,7 @@ def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.conste
             ahead = read_rows(image, t + 1, more, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
         else:
             rows = read_rows(image, t, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
-        values = prepare(rows, scales, shifts, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, SCALED,
-                         ACTIVATION)  # fmt: skip
+        values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
         o = t - (OPEN - 1)
         still = ()
         for q in tl.static_range(OPEN):
@@ -224,25 +255,23 @@ def forward_kernel(x, w, y, scale, shift, sums, N, C: tl.constexpr, H: tl.conste
                 elif not padding_only(u, STRIPS, OW):
                     mask = inside(active & (o >= begin) & (o < end), strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, OW)
                     narrow = value.to(y.dtype.element_ty)
-                    tl.store(result + (o * (OW * C) + u * C), narrow, mask=mask)
-                    if SUMS:
-                        kept = tl.where(mask, narrow.to(tl.float32), 0.0)
-                        total += kept
-                        squares += kept * kept
+                    offset = o * (OW * C) + u * C
+                    tl.store(result + offset, narrow, mask=mask)
+                    if AFTER is not None:
+                        totals = count(totals, narrow.to(tl.float32), others, offset, mask, known_after, AFTER, SUMS,
+                                       BESIDE)  # fmt: skip
         opened = still
-    if SUMS:
-        part = (n * STRIPS + strip) * tl.num_programs(1) + tl.program_id(1)
-        at = sums + part.to(tl.int64) * (2 * C) + channel
-        tl.store(at, total, mask=active)
-        tl.store(at + C, squares, mask=active)
+    if AFTER is not None:
+        write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
 
 
 @triton.jit(do_not_specialize=["N"])
-def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
-                      OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
+def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+                      OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
                       STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
                       ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-                      PREFETCH: tl.constexpr):  # fmt: skip
+                      PREFETCH: tl.constexpr, AFTER_ONCE: tl.constexpr, AFTER: tl.constexpr, SUMS: tl.constexpr,
+                      BESIDE: tl.constexpr):  # fmt: skip
     """Row t of dy adds to rows t * STRIDE_H - PAD_H + i of dx, i < KH; the first STRIDE_H of them are then complete.
     COLUMNS is a multiple of STRIDE_W, so which taps meet a column of the strip is known at compile time."""
     STRIPS: tl.constexpr = ceil_div(W, COLUMNS)
@@ -254,7 +283,9 @@ def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.cons
     active, n, strip, channel = place(N, STRIPS, C, LANES, VECTOR)
     first = strip * STEP + FIRST
     image = dy + n.to(tl.int64) * (OH * OW * C) + (first * C + channel)
-    result = dx + n.to(tl.int64) * (H * W * C) + (strip * (COLUMNS * C) + channel)
+    place_out = n.to(tl.int64) * (H * W * C) + (strip * (COLUMNS * C) + channel)
+    result = dx + place_out
+    others = shifted(beside, place_out, BESIDE)
     begin = tl.program_id(1) * ROWS
     end = tl.minimum(begin + ROWS, H)
     weights = read_weights(w, channel, KH * KW)
@@ -263,6 +294,10 @@ def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.cons
     # rows of dy that any walk needs: one more where walks begin at odd places
     STEPS: tl.constexpr = (ROWS - 1 + (PAD_H if ROWS % STRIDE_H == 0 else 1) % STRIDE_H) // STRIDE_H + REACH
     nothing = tl.zeros((LANES, VECTOR), tl.float32)
+    known_after = ()
+    if AFTER is not None:
+        known_after = AFTER_ONCE(after, channel)
+    totals = zeros(SUMS, LANES, VECTOR)
     opened = zeros((OPEN - STRIDE_H) * COLUMNS, LANES, VECTOR)
     if PREFETCH:
         ahead = read_rows(image, start, True, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
@@ -291,16 +326,23 @@ def input_grad_kernel(dy, w, dx, N, C: tl.constexpr, H: tl.constexpr, W: tl.cons
                 elif not padding_only(u, STRIPS, W):
                     there = active & (r >= begin) & (r < end)
                     mask = inside(there, strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, W)
-                    tl.store(result + (r * (W * C) + u * C), value.to(dx.dtype.element_ty), mask=mask)
+                    narrow = value.to(dx.dtype.element_ty)
+                    offset = r * (W * C) + u * C
+                    tl.store(result + offset, narrow, mask=mask)
+                    if AFTER is not None:
+                        totals = count(totals, narrow.to(tl.float32), others, offset, mask, known_after, AFTER, SUMS,
+                                       BESIDE)  # fmt: skip
         opened = still
+    if AFTER is not None:
+        write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
 
 
 @triton.jit(do_not_specialize=["N"])
-def weight_grad_kernel(x, dy, scale, shift, partials, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+def weight_grad_kernel(x, dy, before, partials, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                        OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
                        STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
                        ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr,
-                       IMAGES: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+                       IMAGES: tl.constexpr, BEFORE_ONCE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
     """Row t of the walk meets rows t, t - 1, ... t - OPEN + 1 of dy, which stay in registers. Each lane writes the sums
     of its own walk as one row of `partials`."""
     STRIPS: tl.constexpr = ceil_div(OW, COLUMNS)
@@ -312,11 +354,9 @@ def weight_grad_kernel(x, dy, scale, shift, partials, N, C: tl.constexpr, H: tl.
     left = strip * COLUMNS
     begin = tl.program_id(1) * ROWS
     end = tl.minimum(begin + ROWS, OH)
-    scales = 1.0
-    shifts = 0.0
-    if SCALED:
-        scales = tl.load(scale + channel)
-        shifts = tl.load(shift + channel)
+    known = ()
+    if BEFORE is not None:
+        known = BEFORE_ONCE(before, channel)
     products = zeros(KH * KW, LANES, VECTOR)
     for m in range(IMAGES):
         n = group * IMAGES + m
@@ -339,8 +379,7 @@ def weight_grad_kernel(x, dy, scale, shift, partials, N, C: tl.constexpr, H: tl.
             else:
                 rows = read_rows(image, t, here, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
                 row_dy = read_row(grad + t * (OW * C), here & (t < end), left, COLUMNS, 0, COLUMNS, STRIPS, OW, C)
-            values = prepare(rows, scales, shifts, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, SCALED,
-                             ACTIVATION)  # fmt: skip
+            values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
             window = widen(row_dy, COLUMNS) + window
             more_products = ()
             for i in tl.static_range(KH):
@@ -356,25 +395,40 @@ def weight_grad_kernel(x, dy, scale, shift, partials, N, C: tl.constexpr, H: tl.
             for u in tl.static_range((OPEN - 1) * COLUMNS):
                 still = still + (window[u],)
             window = still
-    part = (group * STRIPS + strip) * tl.num_programs(1) + tl.program_id(1)
-    at = partials + part.to(tl.int64) * (KH * KW * C) + channel
-    for tap in tl.static_range(KH * KW):
-        tl.store(at + tap * C, products[tap], mask=active)
+    write_sums(partials, products, group, strip, channel, active, STRIPS, C, KH * KW)
+
+
+@triton.jit
+def add_up(partials, column, there, begin, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum over some rows of `partials` [rows, WIDTH] of each column, always in the same order."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(begin, end, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        at = partials + row.to(tl.int64) * WIDTH + column[None, :]
+        total += tl.load(at, mask=there[None, :] & (row < end), other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def fold_kernel(partials, folded, PARTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr):  # fmt: skip
+    """folded[i] = the sum over CHUNK rows of `partials`: many sums of few columns, by many programs."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < WIDTH
+    begin = tl.program_id(1) * CHUNK
+    end = tl.minimum(begin + CHUNK, PARTS)
+    value = add_up(partials, column, there, begin, end, WIDTH, ROWS, COLUMNS)
+    tl.store(folded + tl.program_id(1) * WIDTH + column, value, mask=there)
 
 
 @triton.jit
 def finish_kernel(partials, out, PARTS: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
-    """out[c, tap] = the sum over `partials[:, tap, c]`, always in the same order."""
+    """out[c, tap] = the sum over `partials[:, tap, c]`."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (column < TAPS * C)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, PARTS, ROWS):
-        row = (begin + tl.arange(0, ROWS))[:, None]
-        at = partials + row.to(tl.int64) * (TAPS * C) + column[None, :]
-        total += tl.load(at, mask=there & (row < PARTS), other=0.0)
-    value = tl.sum(total, axis=0)
-    tl.store(out + (column % C) * TAPS + column // C, value.to(out.dtype.element_ty), mask=column < TAPS * C)
+    there = column < TAPS * C
+    value = add_up(partials, column, there, 0, PARTS, TAPS * C, ROWS, COLUMNS)
+    tl.store(out + (column % C) * TAPS + column // C, value.to(out.dtype.element_ty), mask=there)
 
 
 # --------------------------------------------------------------------------------------------------------- launching
@@ -480,18 +534,6 @@ def geometry(
     )  # fmt: skip
 
 
-def prologue(scale: torch.Tensor | None, shift: torch.Tensor | None, activation: str, c: int) -> dict[str, Any]:
-    """The constants that say what happens to x as it is read."""
-    if activation not in ACTIVATIONS:
-        raise InputError(f"depthwise convolution: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if (scale is None) != (shift is None):
-        raise InputError("depthwise convolution: scale and shift come together; pass ones or zeros for the other")
-    for tensor in (scale, shift):
-        if tensor is not None and (tensor.shape != (c,) or tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-            raise InputError(f"depthwise convolution: scale and shift must be float32 of shape ({c},), contiguous")
-    return {"SCALED": scale is not None, "ACTIVATION": activation}
-
-
 def expect(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
         raise InputError(
@@ -508,21 +550,13 @@ def forward(
     stride: int | Sequence[int],
     padding: int | Sequence[int],
     config: Config,
-    scale: torch.Tensor | None = None,
-    shift: torch.Tensor | None = None,
-    activation: str = "none",
-    sums: torch.Tensor | None = None,
 ) -> None:
-    """y = the convolution of activation(x * scale + shift), or of x. With `sums` (of `sums_shape`), also the sum of y
-    and of its square for each channel, in parts: `finish` adds them up."""
-    constants = geometry(x, w, y, stride, padding, config)
+    """y = the convolution of x."""
+    constants = geometry(x, w, y, stride, padding, config) | NOTHING_BEFORE | NOTHING_AFTER
     strips = strips_of(y.shape[3], config.columns)
-    if sums is not None:
-        expect(sums, sums_shape(y.shape, config), "sums")
-    constants |= prologue(scale, shift, activation, x.shape[1])
     launch(
         forward_kernel, strips, x.shape[0], y.shape[2], x.shape[1], config,
-        x, w, y, scale, shift, sums, x.shape[0], **constants, SUMS=sums is not None,
+        x, w, y, None, None, None, None, x.shape[0], **constants,
     )  # fmt: skip
 
 
@@ -536,13 +570,13 @@ def input_grad(
     config: Config,
 ) -> None:
     """dx = the gradient with respect to the input."""
-    constants = geometry(dx, w, dy, stride, padding, config)
+    constants = geometry(dx, w, dy, stride, padding, config) | NOTHING_AFTER
     if config.columns % pair(stride)[1]:
         raise InputError(f"depthwise convolution: {config} needs columns that are a multiple of the stride {stride}")
     strips = strips_of(dx.shape[3], config.columns)
     launch(
         input_grad_kernel, strips, dx.shape[0], dx.shape[2], dx.shape[1], config,
-        dy, w, dx, dx.shape[0], **constants,
+        dy, w, dx, None, None, None, dx.shape[0], **constants,
     )  # fmt: skip
 
 
@@ -555,19 +589,14 @@ def weight_grad(
     stride: int | Sequence[int],
     padding: int | Sequence[int],
     config: Config,
-    scale: torch.Tensor | None = None,
-    shift: torch.Tensor | None = None,
-    activation: str = "none",
 ) -> None:
-    """dw = the gradient with respect to the weight, of activation(x * scale + shift) or of x. `partials` is scratch of
-    `partials_shape`."""
-    constants = geometry(x, dw, dy, stride, padding, config)
+    """dw = the gradient with respect to the weight. `partials` is scratch of `partials_shape`."""
+    constants = geometry(x, dw, dy, stride, padding, config) | NOTHING_BEFORE
     expect(partials, partials_shape(dy.shape, dw.shape, config), "partials")
-    constants |= prologue(scale, shift, activation, x.shape[1])
     strips, groups = strips_of(dy.shape[3], config.columns), -(-x.shape[0] // config.images)
     launch(
         weight_grad_kernel, strips, groups, dy.shape[2], x.shape[1], config,
-        x, dy, scale, shift, partials, x.shape[0], **constants, IMAGES=config.images,
+        x, dy, None, partials, x.shape[0], **constants, IMAGES=config.images,
     )  # fmt: skip
     finish(partials, dw)
 
@@ -588,10 +617,10 @@ def partials_shape(dy_shape: Sequence[int], weight_shape: Sequence[int], config:
     return walks, weight_shape[2] * weight_shape[3], c
 
 
-def sums_shape(y_shape: Sequence[int], config: Config) -> tuple[int, int, int]:
-    """The `sums` of `forward`: float32, one row for each walk; [:, 0] are sums of y, [:, 1] of its square."""
-    n, c, oh, ow = y_shape
-    return n * strips_of(ow, config.columns) * -(-oh // config.rows), 2, c
+def sums_shape(shape: Sequence[int], count: int, config: Config) -> tuple[int, int, int]:
+    """Partial sums over a stored image of this shape: float32, one row for each walk, `count` sums per channel."""
+    n, c, height, width = shape
+    return n * strips_of(width, config.columns) * -(-height // config.rows), count, c
 
 
 # ------------------------------------------------------------------------------------------------------------ tuning

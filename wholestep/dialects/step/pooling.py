@@ -194,6 +194,16 @@ class Places:
         return total
 
 
+def possible_winners(op: Op, device: torch.device) -> torch.Tensor:
+    """Positions that every window of a `max_pool_grad` has: those where its padding ends."""
+    places = Places(op, op.input_shape, op.dy.type.shape)
+    tap = 0
+    for size, padding, dilation in zip(op.kernel, op.padding, op.dilation, strict=True):
+        tap = tap * size + -(-padding // dilation)
+    taps = torch.full(op.dy.type.shape, tap, dtype=torch.uint8, device=device)
+    return places.in_x(taps) if op.indices.type.element is I64 else taps
+
+
 @step.op
 class MaxPoolGrad(MaxWindow):
     """dx of max pooling: each element of dy goes to the element that won its window."""

@@ -34,6 +34,8 @@ def attention(
     query, key, value = (
         heads_apart(c, x, n) for x, n in ((q, "q_num_heads"), (k, "kv_num_heads"), (v, "kv_num_heads"))
     )
+    if query.type.shape[3] != key.type.shape[3] or key.type.shape[2] != value.type.shape[2]:
+        raise c.wrong("its queries, keys and values do not fit each other")
     if past_key is not None and past_value is not None:
         key, value = b.concat([past_key.value, key], dim=2), b.concat([past_value.value, value], dim=2)
     present = [key, value] if past_key is not None or c.wants(1) or c.wants(2) else [None, None]
@@ -42,7 +44,9 @@ def attention(
         raise c.wrong(f"{heads} heads of queries do not fit {key.type.shape[1]} heads of keys")
     key, value = repeated(b, key, heads), repeated(b, value, heads)
     scale = c.attribute("scale")
-    scale = 1 / math.sqrt(query.type.shape[-1]) if not scale else scale
+    scale = 1 / math.sqrt(query.type.shape[-1]) if scale is None else scale
+    if scale < 0:
+        raise c.unsupported("a negative scale is not supported", "negate the queries")
     offset = past_key.shape[2] if past_key is not None else 0
     seen = visible(c, query, key, offset, lengths)
     bias = widened(c, mask, key.type.shape[2])
@@ -149,7 +153,8 @@ def by_parts(c: Context, q: Value, k: Value, v: Value, scale: float, seen: Value
         scores = b.select(seen, scores, -math.inf)
     stages.append(scores)
     precision = element_of(c.attribute("softmax_precision")) if c.attribute("softmax_precision") else element
-    assert precision is not None
+    if precision is None or precision.kind != "float":
+        raise c.wrong("its softmax_precision is no type of floats")
     inner = b.cast_to(scores, precision)
     empty = b.eq(b.amax(inner, dims=(3,), keepdim=True), -math.inf)
     weights = b.cast_to(b.select(empty, 0.0, b.softmax(b.select(empty, 0.0, inner), dim=3)), element)

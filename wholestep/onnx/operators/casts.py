@@ -30,7 +30,7 @@ class Small:
     always: bool = False
 
 
-SMALL = {
+SMALL: dict[int, Small] = {
     TensorProto.FLOAT8E4M3FN: Small(3, -6, 448.0),
     TensorProto.FLOAT8E4M3FNUZ: Small(3, -7, 240.0, negative_zero=False),
     TensorProto.FLOAT8E5M2: Small(2, -14, 57344.0, beyond=math.inf),
@@ -40,7 +40,7 @@ SMALL = {
     TensorProto.FLOAT6E3M2: Small(2, -2, 28.0, always=True),
 }
 #: integers by bits: number of bits, whether signed
-INTEGERS = {
+INTEGERS: dict[int, tuple[int, bool]] = {
     TensorProto.INT2: (2, True), TensorProto.UINT2: (2, False), TensorProto.INT4: (4, True),
     TensorProto.UINT4: (4, False), TensorProto.INT8: (8, True), TensorProto.UINT8: (8, False),
     TensorProto.INT16: (16, True), TensorProto.UINT16: (16, False),

@@ -23,6 +23,8 @@ def convolved(c: Context, x: Value, weight: Value, bias: Value | None) -> Value:
     w, groups = windows(c, x.type.shape[2:], kernel), c.attribute("group", 1)
     if groups < 1 or weight.type.shape[1] * groups != x.type.shape[1] or weight.type.shape[0] % groups:
         raise c.wrong(f"{x.type.shape[1]} channels in {groups} groups do not fit the kernel {list(weight.type.shape)}")
+    if 0 in x.type.shape or (bias is not None and bias.type.shape != weight.type.shape[:1]):
+        raise c.wrong("its input is empty, or its bias does not fit")
     pads: tuple[int, ...] = w.low
     if not w.symmetric:
         x, pads = padded(c, x, w.low, w.high, 0.0), (0,) * rank
@@ -72,6 +74,12 @@ def conv_transpose(c: Context, x: Tensor, weight: Tensor, bias: Tensor | None = 
         raise c.wrong(f"its kernel_shape {list(kernel)} is not that of its kernel, {list(weight.shape[2:])}")
     stride, dilation = listed(c, "strides", rank), listed(c, "dilations", rank)
     extra, groups = listed(c, "output_padding", rank, 0), c.attribute("group")
+    if min(*stride, *dilation, groups, *x.shape, *weight.shape) < 1 or min(extra) < 0:
+        raise c.wrong("its strides, dilations, groups and shapes must be positive")
+    if x.shape[1] != weight.shape[0] or x.shape[1] % groups:
+        raise c.wrong(f"{x.shape[1]} channels in {groups} groups do not fit the kernel {list(weight.shape)}")
+    if bias is not None and bias.shape != (weight.shape[1] * groups,):
+        raise c.wrong(f"a bias of shape {list(bias.shape)} does not fit the kernel {list(weight.shape)}")
     full = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(x.shape[2:], stride, kernel, dilation, strict=True)]
     low, high = transposed_padding(c, x, full, stride, extra)
     settings = {"stride": tuple(stride), "dilation": tuple(dilation), "groups": groups, "transposed": True}
@@ -98,6 +106,8 @@ def transposed_padding(c: Context, x: Tensor, full: list[int], stride: list[int]
         wanted = [n * s for n, s in zip(x.shape[2:], stride, strict=True)]
     if wanted:
         total = [f + e - w for f, e, w in zip(full, extra, wanted, strict=True)]
+        if min(total) < (0 if kind != "NOTSET" else -1):  # runtimes differ about where the rest goes
+            raise c.unsupported("a result that is larger than its windows reach is not supported", "give pads")
         less, more = [t // 2 for t in total], [t - t // 2 for t in total]
         return (less, more) if kind == "SAME_UPPER" else (more, less)
     pads = c.attribute("pads")

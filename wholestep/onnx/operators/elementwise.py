@@ -116,6 +116,8 @@ def prelu(c: Context, x: Tensor, slope: Tensor):
     b, weight = c.b, slope.value
     if c.version < 7 and slope.rank == 1 and slope.size > 1:  # one slope per channel
         weight = b.reshape_to(weight, (slope.size, *(1,) * (x.rank - 2)))
+    if x.element.text == "ui64":
+        raise c.unsupported("64-bit unsigned numbers are not supported", "cast to int64")
     return computed(c, lambda p, q: b.select(b.lt(p, 0), b.mul(p, q), p), x.value, weight)
 
 

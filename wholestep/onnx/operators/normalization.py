@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-
 from ...dialects.step.support import wide
 from ...ir.core import Value
 from ...ir.types import BOOL
 from ..context import Context, Tensor
 from ..dtypes import element_of
 from . import operator
-from .support import F32, power, root
+from .support import F32, limited, power, root
 
 
 @operator("BatchNormalization")
@@ -25,8 +24,6 @@ def batch_normalization(c: Context, x: Tensor, scale: Tensor, bias: Tensor, mean
     training = c.training if c.training is not None and state else as_written(c)
     inner = wide(x.element)
     weight, shift, old_mean, old_var = (b.cast_to(t.value, inner) for t in (scale, bias, mean, var))
-    if x.element.bits < 32 or not training:
-        weight, shift = (b.cast_to(t.value, inner) for t in (scale, bias))
     if not training:
         return b.batch_norm(x.value, weight, shift, old_mean, old_var, training=False, momentum=0.0, eps=eps)[0]
     count = x.size // x.shape[1]
@@ -61,6 +58,8 @@ def instance_normalization(c: Context, x: Tensor, scale: Tensor, bias: Tensor):
     if x.rank < 3:
         raise c.wrong(f"its input has rank {x.rank}, not 3 or more")
     eps = c.attribute("epsilon")
+    if scale.shape != (x.shape[1],) or bias.shape != scale.shape or 0 in x.shape:
+        raise c.wrong(f"its scale and bias do not fit the shape {list(x.shape)}")
     return c.b.group_norm(x.value, scale.value, bias.value, groups=x.shape[1], eps=eps)[0]
 
 
@@ -69,6 +68,8 @@ def group_normalization(c: Context, x: Tensor, scale: Tensor, bias: Tensor):
     b, groups, eps = c.b, c.attribute("num_groups"), c.attribute("epsilon")
     if x.rank < 2 or groups < 1 or x.shape[1] % groups:
         raise c.wrong(f"{groups} groups do not fit the shape {list(x.shape)}")
+    if scale.shape != (x.shape[1],) or bias.shape != scale.shape or 0 in x.shape:
+        raise c.wrong(f"its scale and bias do not fit the shape {list(x.shape)}")
     return b.group_norm(x.value, scale.value, bias.value, groups=groups, eps=eps)[0]
 
 
@@ -110,6 +111,7 @@ def lrn(c: Context, x: Tensor):
     b, size = c.b, c.attribute("size")
     if x.rank < 2 or size < 1:
         raise c.wrong("it needs channels, and a positive size")
+    limited(c, size)
     before = (size - 1) // 2
     square = b.mul(x.value, x.value)
     low, high = [0] * x.rank, [0] * x.rank
@@ -168,5 +170,3 @@ def dropped(c: Context, x: Tensor, ratio: float, written: bool):
     keep = b.ge(uniform, ratio)
     y = b.select(keep, b.mul(x.value, 1 / (1 - ratio)), 0.0)
     return [y, b.cast_to(keep, kind)] if c.wants(1) else y
-
-

@@ -12,13 +12,15 @@ from ...ir.core import Value
 from ...ir.types import I64
 from ..context import Context, Tensor
 from . import operator
-from .support import F32, along, positions, power, root
+from .support import F32, LONGEST, along, limited, positions, power, root
 from .windows import Windows, padded, taps, windows
 
 
 def spatial(c: Context, x: Tensor) -> tuple[int, ...]:
     if not 3 <= x.rank <= 5:
         raise c.unsupported(f"pooling of rank {x.rank} is not supported", "use one to three spatial dimensions")
+    if 0 in x.shape:
+        raise c.wrong(f"its input of shape {list(x.shape)} is empty")
     return x.shape[2:]
 
 
@@ -48,7 +50,7 @@ def over(w: Windows) -> list[int]:
 def flat_places(c: Context, x: Tensor, index: Value, sizes: tuple[int, ...], low: tuple[int, ...]) -> Value:
     """Positions counted through the whole input, from those counted through the (padded) spatial dimensions."""
     b = c.b
-    coordinates = []
+    coordinates: list[Value] = []
     for size, before in zip(reversed(sizes), reversed(low), strict=True):
         coordinates.insert(0, b.add(b.rem(index, size), -before))
         index = b.div(index, size, rounding="floor")
@@ -87,6 +89,7 @@ def average_pool(c: Context, x: Tensor):
 
 def counts(c: Context, x: Tensor, w: Windows, with_padding: bool) -> Value:
     """How many elements each window has."""
+    limited(c, sum(n * k for n, k in zip(w.count, w.kernel, strict=True)), LONGEST)
     whole = torch.ones((), dtype=torch.float64)
     for size, k, s, d, low, high, n in zip(
         w.sizes, w.kernel, w.stride, w.dilation, w.low, w.high, w.count, strict=True
@@ -112,6 +115,8 @@ def global_average_pool(c: Context, x: Tensor):
 
 @operator("GlobalMaxPool")
 def global_max_pool(c: Context, x: Tensor):
+    if 0 in x.shape:
+        raise c.wrong(f"its input of shape {list(x.shape)} is empty")
     return c.b.amax(x.value, dims=tuple(range(2, x.rank)), keepdim=True) if x.rank > 2 else x.value
 
 
@@ -127,6 +132,14 @@ def max_unpool(c: Context, x: Tensor, indices: Tensor, shape: Tensor | None = No
     rank = len(sizes)
     kernel, stride = c.attribute("kernel_shape"), c.attribute("strides") or [1] * rank
     pads = c.attribute("pads") or [0] * 2 * rank
+    if (
+        len(kernel) != rank
+        or len(stride) != rank
+        or len(pads) != 2 * rank
+        or min(*kernel, *stride) < 1
+        or min(pads) < 0
+    ):
+        raise c.wrong("its kernel, strides or pads do not fit its input")
     natural = [
         (n - 1) * s + k - pads[i] - pads[rank + i]
         for i, (n, s, k) in enumerate(zip(sizes, stride, kernel, strict=True))

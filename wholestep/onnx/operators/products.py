@@ -22,12 +22,19 @@ def gemm(c: Context, x: Tensor, y: Tensor, addend: Tensor | None = None):
     if not x.is_float and (alpha != int(alpha) or beta != int(beta)):
         raise c.unsupported("integers times a fraction are not supported", "cast to float")
     lhs, rhs = wide(b, x.value), wide(b, y.value)
-    lhs = lhs if alpha == 1 else b.mul(lhs, alpha)
     bias = None
     if addend is not None and beta != 0:
+        rows, columns = x.shape[left.index("m")], y.shape[right.index("n")]
+        if any(have not in (1, want) for have, want in zip(addend.shape[::-1], (columns, rows), strict=False)):
+            raise c.wrong(f"its third input of shape {list(addend.shape)} does not fit [{rows}, {columns}]")
         bias = wide(b, addend.value)
         bias = bias if beta == 1 else b.mul(bias, beta)
-    return b.cast_to(b.contract(lhs, rhs, bias, spec=f"{left},{right}->mn"), x.element)
+    if alpha == 1:
+        return b.cast_to(b.contract(lhs, rhs, bias, spec=f"{left},{right}->mn"), x.element)
+    product = b.mul(b.contract(lhs, rhs, spec=f"{left},{right}->mn"), alpha)
+    if bias is not None:
+        product = b.add(product, b.broadcast_to(bias, product.type.shape))
+    return b.cast_to(product, x.element)
 
 
 @operator("MatMul")

@@ -8,10 +8,9 @@ from typing import Any
 from ...ir.core import Value
 from ...ir.types import I64
 from ..context import Context, Tensor
-from ..errors import OnnxLimitError
 from . import operator
 from .elementwise import elu, softplus
-from .support import clamped, cut, positions
+from .support import clamped, cut, limited, positions
 
 Activation = Callable[[Value], Value]
 
@@ -28,8 +27,7 @@ class Layer:
         self.batch_first = bool(c.attribute("layout", 0))
         self.x = b.transpose(x.value, order=(1, 0, 2)) if self.batch_first else x.value
         self.steps, self.batch, _ = self.x.type.shape
-        if self.steps > c.walk.limits.rounds:
-            raise OnnxLimitError(f"{c.where}: {self.steps} time steps are more than are unrolled")
+        limited(c, self.steps)
         way = c.attribute("direction", "forward")
         ways = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
         if way not in ways:
@@ -218,5 +216,7 @@ def lstm(
             o = b.add(o, b.mul(peeps[1], cell))
         return [b.mul(f(layer.bounded(o)), last(layer.bounded(cell))), cell]
 
+    if c.attribute("clip"):  # runtimes differ about whether the cell is clipped too
+        raise c.unsupported("an LSTM with clip is not supported", "leave it out")
     starts = [[layer.start(first, d), layer.start(first_cell, d)] for d in range(len(layer.backwards))]
     return layer.run(starts, step)

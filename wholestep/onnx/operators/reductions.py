@@ -49,6 +49,8 @@ def mean(c: Context, x: Value, dims: tuple[int, ...], keep: bool) -> Value:
             raise c.wrong("integers without elements have no mean")
         return b.full(math.nan, kept_shape(x, dims, keep), x.type.element)
     element = x.type.element
+    if element is U64:
+        raise c.unsupported("the mean of 64-bit unsigned numbers is not supported", "cast to int64")
     whole = total(c, b.cast_to(x, I64), dims, keep)
     return b.cast_to(b.div(whole, count, rounding="trunc"), element)
 
@@ -120,6 +122,8 @@ def log_sum_exp(c: Context, x: Value, dims: tuple[int, ...], keep: bool) -> Valu
             return v
         if empty(v, dims):
             return c.b.full(-math.inf, kept_shape(v, dims, keep), v.type.element)
+        if x.type.element.kind != "float":  # as ONNX defines it: the result is cut off, so that every digit counts
+            return c.b.log(total(c, c.b.exp(v), dims, keep))
         return c.b.logsumexp(v, dims=dims, keepdim=keep)
 
     return in_floats(c, x, run)
@@ -152,6 +156,8 @@ def kept_shape(x: Value, dims: tuple[int, ...], keep: bool) -> tuple[int, ...]:
 def arg_extremum(c: Context, x: Tensor):
     b = c.b
     axis, keep = c.axis(c.attribute("axis"), x.rank), bool(c.attribute("keepdims"))
+    if x.shape[axis] == 0:
+        raise c.wrong("nothing has no largest or smallest element")
     value = ordered(b, x.value)
     name = c.name.lower()
     if not c.attribute("select_last_index"):

@@ -12,7 +12,7 @@ from ...dialects.step import torch_dtype
 from ...ir.core import Value
 from ..context import Context, Tensor
 from . import operator
-from .support import along, vector
+from .support import LONGEST, along, limited, vector
 
 
 @dataclass
@@ -110,12 +110,13 @@ def resized(c: Context, x: Tensor, axes: list[Axis], how: str, rounding: str) ->
 
 def coordinates(c: Context, axis: Axis, how: str) -> torch.Tensor:
     """Where each element of the result lies in the input."""
+    limited(c, axis.result, LONGEST)
     place, n, m, s = torch.arange(axis.result, dtype=torch.float64), axis.size, axis.result, axis.scale
     length = s * n
     if how == "half_pixel" or (how == "pytorch_half_pixel" and length != 1):
         return (place + 0.5) / s - 0.5
     if how == "pytorch_half_pixel":
-        return torch.full_like(place, -0.5)
+        return torch.zeros_like(place)
     if how == "half_pixel_symmetric":
         return n / 2 * (1 - m / length) + (place + 0.5) / s - 0.5
     if how == "asymmetric":

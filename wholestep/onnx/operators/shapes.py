@@ -12,7 +12,7 @@ from ...ir.types import BOOL, I64, TensorType
 from ..context import Context, Item, Items, Tensor
 from ..dtypes import element_of
 from . import operator
-from .support import along, axes_of, cut, joined, one_number, positions, vector, wide
+from .support import LONGEST, along, axes_of, cut, joined, limited, one_number, positions, vector, wide
 
 
 @operator("Shape")
@@ -119,7 +119,7 @@ def split(c: Context, x: Tensor, sizes: Tensor | None = None):
 
 def equal_parts(c: Context, size: int, count: int) -> list[int]:
     """Parts of one size, of which the last may be smaller."""
-    if not 0 < count <= max(size, 1):
+    if not 0 < count <= max(size, c.outputs):
         raise c.wrong(f"a dimension of size {size} does not make {count} parts")
     part = -(-size // count)
     return [max(0, min(part, size - i * part)) for i in range(count)]
@@ -244,6 +244,7 @@ def continued(c: Context, x: Value, dim: int, low: int, high: int, mode: str) ->
     n = x.type.shape[dim]
     if n == 0 or (mode == "reflect" and n == 1 and max(low, high) > 0):
         raise c.wrong(f"it pads a dimension of size {n} with its own elements")
+    limited(c, low + n + high, LONGEST)
     places = torch.arange(-low, n + high)
     if mode == "edge":
         places = places.clamp(0, n - 1)
@@ -319,10 +320,13 @@ def eye_like(c: Context, x: Tensor):
 
 @operator("Range")
 def range_(c: Context, start: Tensor, limit: Tensor, delta: Tensor):
-    first, last, step = (c.number(v, what) for v, what in ((start, "start"), (limit, "limit"), (delta, "delta")))
+    parts = [(start, "start"), (limit, "limit"), (delta, "delta")]
+    first, last, step = (c.known(v, what).reshape(()) for v, what in parts)
     if step == 0:
         raise c.wrong("its delta is zero")
-    count = max(0, math.ceil((last - first) / step))
+    span = (last - first).to(torch.promote_types(first.dtype, torch.float32))
+    count = max(0, math.ceil((span / step).item() if start.is_float else -((first - last) // step).item()))
+    first, step = first.item(), step.item()
     if start.element in (I64, element_of(TensorProto.INT32)):
         return c.b.iota(start=first, stride=step, type=TensorType((count,), start.element))
     places = c.b.cast_to(positions(c.b, count), start.element)
@@ -408,11 +412,12 @@ def split_to_sequence(c: Context, x: Tensor, sizes: Tensor | None = None):
     axis = c.axis(c.attribute("axis"), x.rank)
     length, squeezed = x.shape[axis], sizes is None and not c.attribute("keepdims")
     if sizes is None:
-        parts = [1] * length
+        parts = [1] * limited(c, length)
     elif sizes.rank == 0:
         part = int(c.number(sizes, "size"))
         if part < 1:
             raise c.wrong(f"parts of size {part} cannot be made")
+        limited(c, length // part)
         parts = [min(part, length - at) for at in range(0, length, part)]
     else:
         parts = c.ints(sizes, "sizes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ...dialects.step import StepBuilder, ir_dtype
 from ...ir.core import Value
 from ...ir.types import I64, ScalarType, TensorType
 from ..context import Context, Tensor
+from ..errors import OnnxLimitError
 
 F32, F64 = ir_dtype(torch.float32), ir_dtype(torch.float64)
 I8, I16, I32 = ir_dtype(torch.int8), ir_dtype(torch.int16), ir_dtype(torch.int32)
@@ -47,7 +47,7 @@ def compared(c: Context, function: Callable[..., Value], *values: Value) -> Valu
 
 
 def lined_up(c: Context, x: Tensor, y: Tensor) -> tuple[Value, Value]:
-    """Two operands ready to be broadcast; before opset 7 attributes said whether, and at which axis the second starts."""
+    """Two operands ready to be broadcast; before opset 7 attributes say whether and at which axis it is done."""
     if "broadcast" not in c.schema.attributes:
         return x.value, y.value
     if not c.attribute("broadcast"):
@@ -137,5 +137,12 @@ def power(b: StepBuilder, x: Value, order: float) -> Value:
     return b.abs(x) if order == 1 else b.mul(x, x) if order == 2 else b.pow(b.abs(x), float(order))
 
 
-def product(numbers: Sequence[int]) -> int:
-    return math.prod(numbers)
+def limited(c: Context, count: int, most: int | None = None) -> int:
+    """A number of the file by which something is repeated at import, if it is not too large."""
+    if count > (c.walk.limits.rounds if most is None else most):
+        raise OnnxLimitError(f"{c.where}: {count} repetitions are more than are written out")
+    return count
+
+
+#: the longest axis for which places and weights are computed at import
+LONGEST = 1 << 24

@@ -57,6 +57,8 @@ def grid_sample(c: Context, x: Tensor, grid: Tensor):
         raise c.wrong(f"{mode!r} and {padding!r} are not ways of sampling")
     if x.rank not in (4, 5) or (x.rank == 5 and modes[mode] == 2):
         raise c.unsupported(f"{mode} sampling of rank {x.rank} is not supported", "use linear sampling of images")
+    if grid.rank != x.rank or grid.shape[0] != x.shape[0] or grid.shape[-1] != x.rank - 2 or 0 in x.shape[1:]:
+        raise c.wrong(f"a grid of shape {list(grid.shape)} does not fit the shape {list(x.shape)}")
     at = c.b.cast_to(grid.value, x.element)
     name = f"aten.grid_sampler_{x.rank - 2}d.default"
     return c.opaque(name, x.value, at, modes[mode], borders[padding], bool(c.attribute("align_corners")))
@@ -68,6 +70,8 @@ def roi_align(c: Context, x: Tensor, rois: Tensor, batch: Tensor):
     height, width = c.attribute("output_height"), c.attribute("output_width")
     ratio, scale = c.attribute("sampling_ratio"), c.attribute("spatial_scale")
     aligned = c.attribute("coordinate_transformation_mode", "output_half_pixel") == "half_pixel"
+    if min(height, width) < 1 or 0 in x.shape:
+        raise c.wrong("its regions or its image are empty")
     if x.rank != 4 or rois.shape != (batch.size, 4) or mode not in ("avg", "max"):
         raise c.wrong(f"regions of shape {list(rois.shape)} do not fit")
     count = rois.shape[0]

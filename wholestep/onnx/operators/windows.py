@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...ir.core import Value
 from ..context import Context
-from .support import cut
+from .support import cut, limited
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def padded(c: Context, x: Value, low: Sequence[int], high: Sequence[int], value:
 def taps(c: Context, x: Value, w: Windows) -> list[Value]:
     """For each element of the window, that element of every window. x is padded already."""
     lead = x.type.rank - len(w.kernel)
+    limited(c, math.prod(w.kernel))
     parts = [x]
     for i, (k, s, d, n) in enumerate(zip(w.kernel, w.stride, w.dilation, w.count, strict=True)):
         parts = [

@@ -1,0 +1,243 @@
+"""The gradient of an embedding by kernels of our own (`triton/embedding.py`), as a template of the provider `triton`.
+
+It is a region of its own. Every token is compared with every other, so there may not be too many of them; then ATen's
+sort is better. Sizes are constants of the kernels, which are compiled and launched as those of `depthwise.py` are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..dialects.step.base import torch_dtype
+from ..dialects.step.indexing import EmbeddingGrad
+from ..dialects.strides import Strides, reshaped, row_major, same_places, view_of
+from ..errors import InputError
+from ..ir.core import Op, Value
+from . import depthwise
+from .kernels import Spec
+from .providers import Launcher, Offer, Progress, Region
+
+#: as many as are compared with one another in less time than sorting them takes
+MOST_TOKENS = 1 << 14
+#: rows are compared as f32 numbers
+MOST_ROWS = (1 << 24) - 2
+#: Triton's names of pointers
+POINTERS = {**depthwise.POINTERS, torch.int64: "*i64", torch.int32: "*i32"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut."""
+
+    #: elements of a row block, which are written at once
+    tile: int = 4096
+    #: the most columns of one
+    columns: int = 256
+    #: rows that more tokens name are summed by programs of their own
+    few: int = 8
+    #: tokens of a part of such a row, which another program sums
+    part: int = 64
+    #: groups of `few` tokens in which one program looks for such rows
+    windows: int = 4
+    #: tokens that a program of the sort owns, and how many it compares those with at once
+    own: int = 16
+    others: int = 256
+
+
+CONFIGS = (Config(), Config(tile=2048, columns=128), Config(tile=8192))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One gradient. Tokens are numbered, and lie at even distances: `steps` of dy's rows, dy's columns and indices."""
+
+    tokens: int
+    rows: int
+    columns: int
+    padding: int
+    steps: tuple[int, int, int]
+    dtype: torch.dtype
+    index: torch.dtype
+
+
+def takes(op: Op) -> bool:
+    """Whether the op is to be a region of its own."""
+    if op.definition is not EmbeddingGrad or torch_dtype(op.dy.type.element) not in depthwise.POINTERS:
+        return False
+    if torch_dtype(op.indices.type.element) not in (torch.int64, torch.int32) or op.dweight.type.rank != 2:
+        return False
+    return 1 <= op.indices.type.size <= MOST_TOKENS and op.rows <= MOST_ROWS and op.dweight.type.size > 0
+
+
+def gradient(region: Region) -> Op:
+    """The op of a region that is taken."""
+    return next(op for op in region.ops if op.definition is EmbeddingGrad)
+
+
+def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, Strides] | None:
+    """The number of the operand that a value of a region is a view of, and the strides of it in another shape; None
+    where it is no view, or one that does not begin where the operand does."""
+    arguments = region.body.regions[0].block.arguments
+
+    def strides_of(value: Value) -> tuple[int, Strides] | None:
+        if value in arguments:
+            number = arguments.index(value)
+            return number, tuple(region.operands[number].strides)
+        if value.op is None or not value.op.operands:
+            return None
+        under = strides_of(value.op.operands[0])
+        found = None if under is None else view_of(value.op, value.op.operands[0].type.shape, under[1])
+        return None if under is None or found is None or found[1] else (under[0], found[0])
+
+    found = strides_of(value)
+    strides = None if found is None else reshaped(value.type.shape, found[1], shape)
+    return None if found is None or strides is None else (found[0], strides)
+
+
+def problem_of(region: Region) -> tuple[Problem, tuple[int, int]] | None:
+    """What is to be done, and which operands dy and the indices are; None where these do not lie evenly."""
+    op = gradient(region)
+    tokens, (rows, columns) = op.indices.type.size, op.dweight.type.shape
+    dy, indices = seen_as(op.dy, (tokens, columns), region), seen_as(op.indices, (tokens,), region)
+    if dy is None or indices is None:
+        return None
+    dtype, index = torch_dtype(op.dy.type.element), torch_dtype(op.indices.type.element)
+    steps = (*dy[1], *indices[1])
+    assert len(steps) == 3
+    return Problem(tokens, rows, columns, op.padding_idx, steps, dtype, index), (dy[0], indices[0])
+
+
+def why_not(region: Region) -> str:
+    """Empty where the kernels can run a region whose op they take, else why they cannot."""
+    if len(region.results) != 1 or gradient(region).dweight not in region.body.regions[0].block.last.operands:
+        return "the gradient of an embedding together with something else"
+    if problem_of(region) is None:
+        return "the gradient of an embedding whose tokens do not lie at even distances in memory"
+    (result,) = region.results
+    if not same_places(result.shape, result.strides, row_major(result.shape)):
+        return "the gradient of an embedding that is not written row by row"
+    return ""
+
+
+def offers(region: Region) -> list[Offer]:
+    """The configurations worth timing."""
+    found = problem_of(region)
+    assert found is not None
+    return [offer(found[0], found[1], config) for config in CONFIGS]
+
+
+def offer(problem: Problem, places: tuple[int, int], config: Config) -> Offer:
+    """A configuration, with memory for the sorted tokens, their rows, where each row starts and sums of parts."""
+    shapes = [(problem.tokens,), (problem.tokens,), (problem.rows + 1,)]
+    scratch = [Spec(shape, row_major(shape), torch.int32) for shape in shapes]
+    sums = (max(1, problem.tokens // config.part), problem.columns)
+    scratch.append(Spec(sums, row_major(sums), torch.float32))
+    key = hashlib.sha256(repr((problem, places, config)).encode()).hexdigest()[:32]
+    name = f"embedding gradient {config.tile} by {config.columns}, {config.few} of {config.part}"
+    return Offer(name, f"embedding {key}", tuple(scratch), Way(problem, places, config))
+
+
+class Function(depthwise.Function):
+    """A launch, as those of depthwise convolutions are, with kernels of this family."""
+
+    @property
+    def source(self) -> str:
+        names = ", ".join(f"p{i}" for i in range(len(self.tensors)))
+        constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
+        return f"{sources()}\n\n@triton.jit\ndef main({names}):\n    {self.kernel}({names}, {constants})\n"
+
+
+@functools.cache
+def sources() -> str:
+    """The text of all kernels and of what they call."""
+    kernels = importlib.import_module("wholestep.backends.triton.embedding")
+    found = [v for v in vars(kernels).values() if type(v).__name__ in depthwise.JITTED]
+    return "\n\n".join(inspect.getsource(f.fn) for f in found)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A configuration for a gradient; `places` are those of dy and the indices among the operands of the region."""
+
+    problem: Problem
+    places: tuple[int, int]
+    config: Config
+
+    @functools.cached_property
+    def functions(self) -> list[Function]:
+        """What it launches, in order."""
+        p, c = self.problem, self.config
+        dy, indices = self.places
+        out, order, named, starts, partials = range(len(set(self.places)), len(set(self.places)) + 5)
+        narrow, wide = (min(most, power_of_two(p.columns)) for most in (64, c.columns))
+        sizes = {"TOKENS": p.tokens, "ROWS": p.rows}
+        walk = {"DY_STEP": p.steps[0], "DY_COLUMN": p.steps[1], **sizes, "COLUMNS": p.columns, "PART": c.part}
+        own, whole, real = POINTERS[p.dtype], POINTERS[torch.int32], POINTERS[torch.float32]
+
+        searched = 256
+        halvings = p.tokens.bit_length()
+        runs = (p.tokens // c.part) * up(p.columns, narrow) + up(p.rows + 1, searched)
+        owned = max(1, c.tile // wide)
+        rows = up(p.tokens, c.few * c.windows) * up(p.columns, narrow) + up(p.rows, owned) * up(p.columns, wide)
+        sort = {"INDEX_STEP": p.steps[2], **sizes, "OWN": c.own, "OTHERS": c.others}
+        part = {"STEPS": halvings, "BLOCK_ROWS": searched, "BLOCK_COLUMNS": narrow}
+        last = {"PADDING": p.padding, "FEW": c.few, "WINDOWS": c.windows, "BLOCK_ROWS": owned, "BLOCK_TOKENS": 32,
+                "BLOCK_COLUMNS": narrow, "ROW_COLUMNS": wide}  # fmt: skip
+        return [
+            Function("sort_kernel", "", sort, (indices, order, named), (POINTERS[p.index], whole, whole),
+                     (up(p.tokens, c.own), 1), 4),
+            Function("runs_kernel", "", walk | part, (dy, order, named, starts, partials),
+                     (own, whole, whole, whole, real), (runs, 1), 4),
+            Function("rows_kernel", "", walk | last, (dy, order, named, starts, partials, out),
+                     (own, whole, whole, whole, real, own), (rows, 1), 4),
+        ]  # fmt: skip
+
+
+def up(number: int, size: int) -> int:
+    """How many blocks of a size there are."""
+    return -(-number // size)
+
+
+def power_of_two(number: int) -> int:
+    return 1 << math.ceil(math.log2(number))
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+    """What runs each offer, by its key."""
+    from .triton.generate import interpreting
+
+    if interpreting():
+        return {o.key: interpreted(o.made) for o in offers}
+    if not torch.cuda.is_available():
+        error = InputError("the kernels of an embedding's gradient run on an NVIDIA GPU and there is none here")
+        return {o.key: error for o in offers}
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
+    refused = depthwise.compile_for(offers, capability, report)
+    return {o.key: refused.get(o.key) or depthwise.loaded(o.made, capability) for o in offers}
+
+
+def interpreted(way: Way) -> Launcher:
+    """Runs the same source in Triton's interpreter."""
+    from .triton.compiling import file_name
+    from .triton.interpreted import STAND_INS
+    from .triton.worker import functions_of
+
+    mains = [functions_of(f.source, file_name(f.source), dict(STAND_INS))["main"] for f in way.functions]
+
+    def run(*tensors: torch.Tensor) -> None:
+        for main, function in zip(mains, way.functions, strict=True):
+            main[function.grid](*(tensors[i] for i in function.tensors))
+
+    return run

@@ -1,0 +1,172 @@
+"""The gradient of an embedding for NVIDIA GPUs: each row of the table is written once, and always by the same sums.
+
+Tokens are sorted by the row they name: a token's place is how many of all tokens come before it. Then every row is
+written by whoever owns it, zeros where nobody names it. Rows that many tokens name are summed in parts of equal length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Names in capitals are constants of the compiled kernel: TOKENS tokens, ROWS rows of the table, COLUMNS columns.
+# `dy` is read at token * DY_STEP + column * DY_COLUMN. `order` has the tokens sorted by row, `named` the row of each.
+# A program works on BLOCK_ROWS or BLOCK_TOKENS of those by BLOCK_COLUMNS.
+
+
+@triton.jit
+def read(indices, at, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    return tl.load(indices + at * INDEX_STEP, mask=at < TOKENS, other=ROWS + 1)
+
+
+@triton.jit
+def row_of(index, ROWS: tl.constexpr):
+    """The row that an index names, as an f32 number: -1 or ROWS + 1 where the table has no such row."""
+    return tl.minimum(tl.maximum(index.to(tl.int32), -1), ROWS + 1).to(tl.float32)
+
+
+@triton.jit
+def are_below(rows, limits):
+    """1 for every row below a limit, else 0. All are whole numbers: the difference, saturated, is that."""
+    return tl.minimum(tl.maximum(limits[:, None] - rows[None, :], 0.0), 1.0)
+
+
+@triton.jit
+def sort_kernel(indices, order, named, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+                OWN: tl.constexpr, OTHERS: tl.constexpr):  # fmt: skip
+    """Compares OWN tokens with all others, OTHERS at a time. Of equal tokens the earlier comes first."""
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    row = row_of(read(indices, own, INDEX_STEP, TOKENS, ROWS), ROWS)
+    here = tl.program_id(0) * OWN // OTHERS * OTHERS
+    others = tl.arange(0, OTHERS)
+    count = tl.zeros((OWN, OTHERS), tl.float32)
+    ahead = read(indices, others, INDEX_STEP, TOKENS, ROWS)
+    for begin in range(0, here, OTHERS):
+        count += are_below(row_of(ahead, ROWS), row + 1)
+        ahead = read(indices, begin + OTHERS + others, INDEX_STEP, TOKENS, ROWS)
+    for begin in range(here, TOKENS, OTHERS):
+        count += are_below(row_of(ahead, ROWS), row)
+        ahead = read(indices, begin + OTHERS + others, INDEX_STEP, TOKENS, ROWS)
+    theirs = row_of(read(indices, here + others, INDEX_STEP, TOKENS, ROWS), ROWS)
+    count += ((here + others)[None, :] < own[:, None]) & (theirs[None, :] == row[:, None])
+    place = tl.sum(count, axis=1).to(tl.int32)
+    tl.store(order + place, own, mask=own < TOKENS)
+    tl.store(named + place, row.to(tl.int32), mask=own < TOKENS)
+
+
+@triton.jit
+def gather(dy, token, column, there, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """dy of some tokens in f32, zeros for those that are not there."""
+    at = dy + token.to(tl.int64)[:, None] * DY_STEP + column[None, :] * DY_COLUMN
+    return tl.load(at, mask=there[:, None] & (column < COLUMNS)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def runs_kernel(dy, order, named, starts, partials, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+                TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+                STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
+    """The sum of every PART sorted tokens that name one row, and where the tokens of each row start (STEPS halvings)."""
+    WIDE: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    SUMMING: tl.constexpr = TOKENS // PART * WIDE
+    program = tl.program_id(0)
+    if program < SUMMING:
+        part = program // WIDE
+        first = tl.load(named + part * PART)
+        last = tl.load(named + part * PART + PART - 1)
+        if first == last:
+            column = program % WIDE * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            token = tl.load(order + part * PART + tl.arange(0, PART))
+            total = tl.sum(gather(dy, token, column, token >= 0, DY_STEP, DY_COLUMN, COLUMNS), axis=0)
+            tl.store(partials + part * COLUMNS + column, total, mask=column < COLUMNS)
+    else:
+        row = (program - SUMMING) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        low = tl.zeros((BLOCK_ROWS,), tl.int32)
+        high = low + TOKENS
+        for _ in range(STEPS):
+            unsure = low < high
+            middle = (low + high) // 2
+            below = tl.load(named + middle, mask=unsure, other=ROWS) < row
+            low = tl.where(unsure & below, middle + 1, low)
+            high = tl.where(unsure & (below == 0), middle, high)
+        tl.store(starts + row, low, mask=row <= ROWS)
+
+
+@triton.jit
+def add_tokens(total, dy, order, column, begin, end, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+               COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # fmt: skip
+    """Adds dy of sorted tokens from `begin` to `end`, BLOCK_TOKENS at a time, without summing over those."""
+    for first in range(begin, end, BLOCK_TOKENS):
+        at = first + tl.arange(0, BLOCK_TOKENS)
+        token = tl.load(order + at, mask=at < end, other=0)
+        total += gather(dy, token, column, at < end, DY_STEP, DY_COLUMN, COLUMNS)
+    return total
+
+
+@triton.jit
+def long_row(dy, order, named, starts, partials, out, window, column, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+             TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDING: tl.constexpr,
+             FEW: tl.constexpr, PART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+             BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
+    """Writes the row of more than FEW tokens that starts among FEW sorted ones, if there is one: no two can."""
+    at = window * FEW + tl.arange(0, FEW)
+    row = tl.load(named + at, mask=at < TOKENS, other=-1)
+    previous = tl.load(named + at - 1, mask=(at > 0) & (at < TOKENS), other=-2)
+    further = tl.load(named + at + FEW, mask=at + FEW < TOKENS, other=-2)
+    starts_here = (row != previous) & (row == further) & (row >= 0) & (row < ROWS) & (row != PADDING)
+    begin = tl.max(tl.where(starts_here, at, -1), axis=0)
+    if begin >= 0:
+        chosen = tl.load(named + begin)
+        end = tl.load(starts + chosen + 1)
+        first, last = (begin + PART - 1) // PART, end // PART  # the parts that are summed already
+        parts = first < last
+        total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+        total = add_tokens(total, dy, order, column, begin, tl.where(parts, first * PART, end), DY_STEP, DY_COLUMN,
+                           COLUMNS, BLOCK_TOKENS)  # fmt: skip
+        for some in range(first, last, BLOCK_TOKENS):
+            part = some + tl.arange(0, BLOCK_TOKENS)
+            total += gather(partials, part, column, part < last, COLUMNS, 1, COLUMNS)
+        total = add_tokens(total, dy, order, column, tl.where(parts, last * PART, end), end, DY_STEP, DY_COLUMN,
+                           COLUMNS, BLOCK_TOKENS)  # fmt: skip
+        value = tl.sum(total, axis=0).to(out.dtype.element_ty)
+        tl.store(out + chosen.to(tl.int64) * COLUMNS + column, value, mask=column < COLUMNS)
+
+
+@triton.jit
+def short_rows(dy, order, starts, out, program, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, PADDING: tl.constexpr, FEW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+               ROW_COLUMNS: tl.constexpr):  # fmt: skip
+    """Writes the rows of a block that at most FEW tokens name, or none."""
+    ROW_WIDE: tl.constexpr = (COLUMNS + ROW_COLUMNS - 1) // ROW_COLUMNS
+    row = program // ROW_WIDE * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = program % ROW_WIDE * ROW_COLUMNS + tl.arange(0, ROW_COLUMNS)
+    begin = tl.load(starts + row, mask=row < ROWS, other=0)
+    end = tl.load(starts + row + 1, mask=row < ROWS, other=0)
+    end = tl.where(row == PADDING, begin, end)
+    mine = (row < ROWS) & (end - begin <= FEW)
+    most = tl.max(tl.where(mine, end - begin, 0), axis=0)
+    total = tl.zeros((BLOCK_ROWS, ROW_COLUMNS), tl.float32)
+    for number in range(most):
+        there = mine & (begin + number < end)
+        token = tl.load(order + begin + number, mask=there, other=0)
+        total += gather(dy, token, column, there, DY_STEP, DY_COLUMN, COLUMNS)
+    at = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=mine[:, None] & (column < COLUMNS)[None, :])
+
+
+@triton.jit
+def rows_kernel(dy, order, named, starts, partials, out, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+                TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDING: tl.constexpr,
+                FEW: tl.constexpr, WINDOWS: tl.constexpr, PART: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr):  # fmt: skip
+    """Writes every row. The first programs look for rows of more than FEW tokens, the others own all rows in turn."""
+    WIDE: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    LOOKING: tl.constexpr = (TOKENS + FEW * WINDOWS - 1) // (FEW * WINDOWS) * WIDE
+    program = tl.program_id(0)
+    if program < LOOKING:
+        column = program % WIDE * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        for window in range(WINDOWS):
+            long_row(dy, order, named, starts, partials, out, program // WIDE * WINDOWS + window, column, DY_STEP,
+                     DY_COLUMN, TOKENS, ROWS, COLUMNS, PADDING, FEW, PART, BLOCK_TOKENS, BLOCK_COLUMNS)  # fmt: skip
+    else:
+        short_rows(dy, order, starts, out, program - LOOKING, DY_STEP, DY_COLUMN, ROWS, COLUMNS, PADDING, FEW,
+                   BLOCK_ROWS, ROW_COLUMNS)  # fmt: skip

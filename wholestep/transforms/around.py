@@ -1,0 +1,254 @@
+"""Loops around an anchor: a depthwise convolution takes along what its neighbours do to one element at a time.
+
+Before it: cheap ops that make the image it reads out of another one and of numbers per channel; the image itself is
+then never written. After it: sums per channel over what it makes. Which loops these are is said by their access maps
+alone: an image is walked as it is, a vector along the channels. Whoever runs such a region asks `sides_of` for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..dialects.loop import Apply, Constant, Load, Reduce, Space, Store
+from ..ir.core import Op, Value
+from . import again
+from .loops import NotLoops, lowered
+from .regions import Piece, base, body_of, is_source, is_view, piece_of
+
+if TYPE_CHECKING:
+    from .fuse import Fuser, Group
+
+#: what each anchor can take along: loops on the image it reads first, loops on what it makes
+TAKES = {"step.conv": (True, True), "step.conv_input_grad": (False, True), "step.conv_weight_grad": (True, False)}
+FLOATS = ("f32", "bf16", "f16")
+CHANNEL = 1
+
+
+class NotAround(Exception):
+    """Ops are no loops around an anchor; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The loops on one side of an anchor: a piece of the region, as a function and as a loop kernel."""
+
+    piece: Piece
+    function: Op
+    kernel: Op
+
+    @property
+    def images(self) -> list[Value]:
+        """What it reads element by element."""
+        return [v for v in self.piece.inputs if v.type.rank > 1]
+
+    @property
+    def vectors(self) -> list[Value]:
+        """What it reads once per channel."""
+        return [v for v in self.piece.inputs if v.type.rank == 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """A region around an anchor."""
+
+    anchor: Op
+    before: Side | None
+    after: Side | None
+
+
+def sides_of(body: Op) -> Sides:
+    """The anchor of a function and the loops before and after it."""
+    block = body.regions[0].block
+    position: dict[Op, float] = {op: i for i, op in enumerate(block)}
+    anchors = [op for op in block if op.name in TAKES]
+    if len(anchors) != 1:
+        raise NotAround("it has no anchor, or several")
+    (anchor,) = anchors
+    first = {op for op in makers_of(anchor) if is_work(op)}
+    rest = [op for op in block if is_work(op) and op is not anchor and op not in first]
+    may_before, may_after = TAKES[anchor.name]
+    before = after = None
+    if first:
+        if not may_before:
+            raise NotAround("it takes nothing along on its loads")
+        before = side(first, position)
+        image = base(anchor.operands[0])
+        if before.piece.outputs != [image] or set(through_views(image)) != {anchor}:
+            raise NotAround("what is made for it has other readers")
+        if any(base(v) is image for v in anchor.operands[1:]):
+            raise NotAround("it reads the same image twice")
+        if [v.type.shape for v in before.images] != [image.type.shape]:
+            raise NotAround("its image is made of several")
+        check(before.kernel, image.type.shape, sums=False)
+    if rest:
+        if not may_after:
+            raise NotAround("it takes nothing along on its stores")
+        after = side(rest, position)
+        made = anchor.results[0]
+        if made not in after.piece.inputs or not any(u.definition.terminator for u in made.uses):
+            raise NotAround("nothing is read of what it makes, or nobody else reads it")
+        check(after.kernel, made.type.shape, sums=True)
+    return Sides(anchor, before, after)
+
+
+def is_work(op: Op) -> bool:
+    return not (op.definition.terminator or is_view(op) or is_source(op))
+
+
+def makers_of(op: Op) -> set[Op]:
+    """All that an op needs."""
+    found: set[Op] = set()
+    pending = [v.op for v in op.operands]
+    while pending:
+        maker = pending.pop()
+        if maker is not None and maker not in found:
+            found.add(maker)
+            pending += [v.op for v in maker.operands]
+    return found
+
+
+def through_views(value: Value) -> Iterable[Op]:
+    return again.through_views(value)
+
+
+def side(ops: Iterable[Op], position: dict[Op, float]) -> Side:
+    piece = piece_of(ops, position)
+    function = body_of(piece)
+    try:
+        return Side(piece, function, lowered(function))
+    except NotLoops as error:
+        raise NotAround(str(error)) from error
+
+
+def check(kernel: Op, shape: tuple[int, ...], sums: bool) -> None:
+    """Refuses loops that do more than walk images element by element and vectors by channel."""
+    rank = len(shape)
+    as_it_is = [[int(d == row) for d in range(rank)] + [0] for row in range(rank)]
+    by_channel = [as_it_is[CHANNEL]]
+    others = tuple(d for d in range(rank) if d != CHANNEL)
+    behind: set[Value] = set()  # numbers that wait for a sum
+    for argument in kernel.regions[0].block.arguments:
+        if argument.type.element.text not in FLOATS:
+            raise NotAround(f"a tensor of {argument.type.element}")
+    for op in kernel.regions[0].block:
+        waits = any(v in behind for v in op.operands)
+        if op.definition is Space:
+            if tuple(op.sizes) != shape:
+                raise NotAround("it walks other dimensions")
+        elif op.definition is Load:
+            if op.dynamic or op.guarded or op.checked or listed(op) not in (as_it_is, by_channel):
+                raise NotAround("a tensor is read in another order")
+        elif op.definition is Reduce:
+            if not sums or op.kind != "sum" or tuple(op.dims) != others or op.attributes["dtype"].text != "f32":
+                raise NotAround("a reduction that is no sum per channel")
+            if waits:
+                raise NotAround("a sum that waits for another")
+            behind.add(op.results[0])
+        elif op.definition is Store:
+            if op.dynamic or listed(op) != (by_channel if sums else as_it_is):
+                raise NotAround("a result that is no number per channel" if sums else "it is written in another order")
+        elif op.definition not in (Apply, Constant) and not op.definition.terminator:
+            raise NotAround(f"{op.name} is no function of numbers")
+        if waits:
+            behind.update(op.results)
+
+
+def listed(op: Op) -> list[list[int]]:
+    return [list(row) for row in op.attributes["map"]]
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+def join_around(fuser: Fuser, groups: list[Group]) -> list[Group]:
+    """Lets anchors that a provider takes for itself take their neighbours along; gives the kernels that are left."""
+    anchors = [op for op in fuser.nodes if op.name in TAKES and fuser.stands_alone(op)]
+    anchors = [op for op in anchors if fuser.groups[op].members == [op] and any(fuser.groups[op] is g for g in groups)]
+    read = dict.fromkeys(base(op.operands[0]) for op in anchors if TAKES[op.name][0])
+    for value in read:
+        take_before(fuser, value, set(anchors))
+    for op in anchors:
+        if TAKES[op.name][1]:
+            take_after(fuser, op)
+    return [g for g in groups if g.members]
+
+
+def take_before(fuser: Fuser, value: Value, anchors: set[Op]) -> None:
+    """Has all readers of an image compute it, if they are anchors; it is then not written."""
+    readers = list(dict.fromkeys(through_views(value)))
+    maker = fuser.groups.get(value.op) if value.op is not None else None
+    if maker is None or value.type.bytes < again.LEAST or not fuser.is_fusible(maker.members[0]):
+        return
+    if any(u not in anchors or not TAKES[u.name][0] or base(u.operands[0]) is not value for u in readers):
+        return
+    if any(again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
+        return
+    ops = again.makers(value, set(maker.members))
+    if not ops:
+        return
+    change = again.Change()
+    taking = [fuser.groups[u] for u in readers]
+    for group in taking:
+        change.members.append((group, list(group.members)))
+        again.copy_into(fuser, change, value, ops, group)
+    change.members.append((maker, list(maker.members)))
+    unread = again.drop_unread(maker)
+    left = bool(maker.members) and fuser.bodies(piece_of(maker.members, fuser.position)).why_not
+    if left or any(why_not(fuser, group.members) for group in taking):
+        change.undo(fuser)
+        return
+    maker.gone += unread
+    if not maker.members:
+        taking[0].along.append(maker.gone)
+    for op in unread:
+        for view in [u for r in op.results for u in r.uses]:
+            again.erase_views(view)
+        op.erase()
+
+
+def take_after(fuser: Fuser, op: Op) -> None:
+    """Joins an anchor with the kernels that do nothing but sum up what it makes."""
+    own, made = fuser.groups[op], op.results[0]
+    for user in list(dict.fromkeys(through_views(made))):
+        other = fuser.groups.get(user)
+        if other is None or other is own or not other.members or not fuser.is_fusible(user):
+            continue
+        if {fuser.half(m) for m in other.members} != {fuser.half(op)} or again.is_forbidden(fuser, made, other):
+            continue
+        if why_not(fuser, [*own.members, *other.members]) or comes_back(fuser, own, other, made):
+            continue
+        own.along += [[*other.members, *other.gone], *other.along]
+        own.members[:] = sorted([*own.members, *other.members], key=fuser.position.__getitem__)
+        for member in other.members:
+            fuser.groups[member] = own
+        other.members.clear()
+
+
+def why_not(fuser: Fuser, members: Sequence[Op]) -> str:
+    piece = piece_of(members, fuser.position)
+    if reason := fuser.bodies.problem(piece):
+        return reason
+    try:
+        sides_of(body_of(piece))
+    except NotAround as error:
+        return str(error)
+    return ""
+
+
+def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value) -> bool:
+    """Whether what else a kernel reads hangs on the anchor, by way of any kernels."""
+    pending = [v for m in other.members for v in m.operands if base(v) is not made and v.op not in other.members]
+    seen: set[Op] = set()
+    while pending:
+        op = pending.pop().op
+        if op is None or op in seen:
+            continue
+        group = fuser.groups.get(op)
+        members = [op] if group is None else group.members
+        if op in anchor.members:
+            return True
+        seen.update(members)
+        pending += [v for m in members for v in m.operands]
+    return False
