@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import machine
 
 machine.protect()  # before torch's first matrix product: see machine/cpu.py
@@ -13,4 +15,22 @@ from .runtime.prefetch import prefetch  # noqa: E402
 from .runtime.train_step import TrainStep  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["TrainStep", "WholestepError", "__version__", "compile", "fit", "load", "prefetch"]
+__all__ = [
+    "TrainStep",
+    "WholestepError",
+    "__version__",
+    "compile",
+    "fit",
+    "from_onnx",
+    "load",
+    "prefetch",
+    "to_onnx",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("from_onnx", "to_onnx"):  # onnx is optional
+        from . import onnx
+
+        return getattr(onnx, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

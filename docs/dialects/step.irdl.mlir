@@ -1579,6 +1579,22 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
   }
+  irdl.operation @upsample {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+    irdl.attributes { "factors" = %c2 }
+  }
+  irdl.operation @upsample_grad {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(dy: %c0)
+    irdl.results(dx: %c1)
+    irdl.attributes { "factors" = %c2 }
+  }
   irdl.operation @variance {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def test_single_numbers_and_whole_numbers_are_constants():
     assert not list(module.parameters()) and not list(module.buffers())
     chosen = from_onnx(model(body, one=torch.tensor(1.0), shape=torch.tensor([3, 2])), trainable=["one"])
     assert [n for n, _ in chosen.named_parameters()] == ["one"]
+
+
+def test_tensors_that_an_exporter_has_merged_are_said():
+    body = "agraph (float[n, 3] x) => (float[n, 3] y) { a = Add(x, zero) y = Add(a, zero) }"
+    with pytest.warns(UserWarning, match="zero: one number everywhere, and taken by several nodes"):
+        from_onnx(model(body, zero=torch.zeros(3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_onnx(model(body, zero=torch.randn(3)))  # a tied weight
+        from_onnx(linear())
 
 
 def test_trainable_overrides_the_rule():

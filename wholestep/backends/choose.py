@@ -228,10 +228,19 @@ class Choices:
         elif looks_up_what_it_computes(contest.region):
             contest.give_up("it looks up by numbers that it computes")
         else:
+            ways = [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting]
+            self.make_room()
             try:
-                self.compare(contest, [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting])
+                self.compare(contest, ways)
             except torch.OutOfMemoryError:
                 contest.give_up("out of memory")
+
+    def make_room(self) -> None:
+        """Memory of graphs that are gone is nobody else's until it is given back; that takes long, so seldom."""
+        if self.device.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(self.device)
+            if free < whole // 2:
+                torch.cuda.empty_cache()
 
     @torch.no_grad()
     def compare(self, contest: Contest, usable: Sequence[Way]) -> None:
@@ -251,6 +260,7 @@ class Choices:
             inputs = neutral_inputs(region, True)
             wanted = reference(*inputs)
         low = rounds(region)
+        turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else 0.001
         for provider, offer, run in usable:
             outputs = [spoilt(empty(s, self.device), w) for s, w in zip(region.results, wanted, strict=True)]
             scratch = [empty(s, self.device) for s in offer.scratch]
@@ -259,7 +269,7 @@ class Choices:
             try:
                 run(*tensors)
                 self.wait()
-                why = difference(outputs, wanted, low)
+                why = difference(outputs, wanted, low, turned)
                 seconds = 0.0 if why else self.time(lambda: run(*tensors), best)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
@@ -442,14 +452,23 @@ def rounds(region: Region) -> bool:
     return any(v.type.element.kind == "float" and v.type.element.bits < 32 for v in values)
 
 
-def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool) -> str:
-    """Empty where results agree as far as rounding lets them (`low`: to 16 bits), else what is wrong."""
+#: the share of windows in which two elements may be equal once they are rounded to 16 bits
+TIED = 0.1
+
+
+def difference(
+    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool, turned: float = 0.001
+) -> str:
+    """Empty where results agree as far as rounding lets them (`low`: to 16 bits), else what is wrong.
+
+    turned: the share of whole numbers that may differ, because a comparison falls otherwise where rounding decides.
+    """
     for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
         if x.shape != y.shape:
             return f"result {number} has another shape"
         if not x.is_floating_point():
             wrong = int((x != y).sum())
-            if wrong > x.numel() // 1000:  # a comparison may fall otherwise where rounding decides
+            if wrong > int(x.numel() * turned):
                 return f"wrong: {wrong:,} elements of result {number} differ"
             continue
         a, b = x.float(), y.float()

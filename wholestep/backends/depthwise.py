@@ -10,8 +10,8 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..dialects.step.layout import Layout
 from ..dialects.strides import row_major, same_places
 from ..errors import InputError
 from ..ir.core import Op, Value
+from ..transforms.around import NotAround, Side, Sides, sides_of
 from .kernels import Spec, with_channels_last
 from .providers import Launcher, Offer, Progress, Region
 
@@ -87,18 +88,29 @@ def laid_out_from(value: Value) -> Value:
 
 def why_not(region: Region) -> str:
     """Empty where the kernels can run a region whose op they take, else why they cannot."""
-    op = convolution(region)
+    try:
+        sides = sides_of(region.body)
+    except NotAround as error:
+        return f"what is around a depthwise convolution: {error}"
     arguments = region.body.regions[0].block.arguments
-    if any(laid_out_from(v) not in arguments for v in op.operands):
+    if any(laid_out_from(v) not in arguments for v in read_by(sides)):
         return "a depthwise convolution of a view; only of a whole tensor"
-    problem = problem_of(op)
+    problem = problem_of(sides.anchor)
     for spec in region.specs:
-        if spec.shape == problem.weight and spec.shape not in (problem.image, problem.output):
+        if len(spec.shape) == 1 or (spec.shape == problem.weight and spec.shape not in (problem.image, problem.output)):
             if not same_places(spec.shape, spec.strides, row_major(spec.shape)):
-                return "the kernel of a depthwise convolution that has gaps"
+                return "the kernel of a depthwise convolution that has gaps, or numbers per channel that have"
         elif not same_places(spec.shape, spec.strides, last(spec.shape)):
             return "a depthwise convolution that is not channels-last"
     return ""
+
+
+def read_by(sides: Sides) -> list[Value]:
+    """What the kernels of a region read."""
+    made = {v for side in (sides.before, sides.after) if side is not None for v in side.piece.outputs}
+    made.update(sides.anchor.results)
+    inputs = [v for side in (sides.before, sides.after) if side is not None for v in side.piece.inputs]
+    return [v for v in (*sides.anchor.operands, *inputs) if laid_out_from(v) not in made]
 
 
 def last(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -115,24 +127,103 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool = True
 
 
 def offers(region: Region) -> list[Offer]:
-    """The configurations worth timing."""
-    op = convolution(region)
-    problem = problem_of(op)
-    arguments = region.body.regions[0].block.arguments
-    first, second = (arguments.index(laid_out_from(v)) for v in op.operands)
-    places = (first, second)
+    """The configurations worth timing; with neighbours also without them: one kernel after the other."""
+    sides = sides_of(region.body)
+    neighbours = neighbours_of(region, sides)
+    problem = problem_of(sides.anchor)
     found = []
-    for config in kernels().configs(problem.part, problem.image, problem.weight[2:], problem.stride, problem.dtype)[
-        :OFFERS
-    ]:
-        scratch: tuple[Spec, ...] = ()
-        if problem.part == "weight_grad":
-            shape = kernels().partials_shape(problem.output, problem.weight, config)
-            scratch = (Spec(shape, row_major(shape), torch.float32),)
-        key = hashlib.sha256(repr((problem, places, config)).encode()).hexdigest()[:32]
+    for config in configs(problem)[:OFFERS]:
+        way = Single(problem, places_of(region, sides), config, neighbours)
         name = f"depthwise {config.columns}x{config.rows} v{config.vector} i{config.images}"
-        way = Way(problem, places, config)
-        found.append(Offer(name + " ahead" * config.prefetch, f"depthwise {key}", scratch, way))
+        name += " ahead" * config.prefetch + " around" * bool(neighbours.hooks)
+        found.append(Offer(name, way.key, way.scratch, way))
+    if neighbours.hooks:
+        parts = apart(region, sides)
+        found.insert(1, Offer("depthwise apart", parts.key, parts.scratch, parts))
+    return found
+
+
+def configs(problem: Problem) -> list[Any]:
+    return kernels().configs(problem.part, problem.image, problem.weight[2:], problem.stride, problem.dtype)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tensors of a convolution are among those of its region; scratch memory comes from `scratch` on."""
+
+    first: int
+    second: int
+    result: int
+    scratch: int
+
+
+def places_of(region: Region, sides: Sides) -> Places:
+    block = region.body.regions[0].block
+    image = laid_out_from(sides.anchor.operands[0])
+    if sides.before is not None:
+        (image,) = sides.before.images
+    first, second = (block.arguments.index(laid_out_from(v)) for v in (image, sides.anchor.operands[1]))
+    assert block.last is not None
+    result = len(region.operands) + block.last.operands.index(sides.anchor.results[0])
+    return Places(first, second, result, len(region.specs))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What a convolution does on its loads and its stores: functions, and where what they read and write is.
+
+    Pointers are those of the region's tensors.
+    """
+
+    pointers: tuple[str, ...]
+    before: Any = None
+    before_reads: tuple[int, ...] = ()
+    after: Any = None
+    after_reads: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+    #: the last kernel, which turns sums into results
+    ends: str = ""
+    ends_tensors: tuple[int, ...] = ()
+
+    @property
+    def hooks(self) -> list[Any]:
+        return [hook for hook in (self.before, self.after) if hook is not None]
+
+
+def neighbours_of(region: Region, sides: Sides) -> Neighbours:
+    text = importlib.import_module("wholestep.backends.triton.around")
+    found = Neighbours(tuple(POINTERS[s.dtype] for s in region.specs))
+    if (before := sides.before) is not None:
+        tensors = tensors_of(region, before.piece.inputs)
+        hook = text.hook(before.kernel, before.piece.inputs.index(before.images[0]), "before")
+        found = replace(found, before=hook, before_reads=tuple(tensors[i] for i in hook.vectors))
+    if (after := sides.after) is not None:
+        made = sides.anchor.results[0]
+        tensors = tensors_of(region, [*after.piece.inputs, *after.piece.outputs], made)
+        hook = text.hook(after.kernel, after.piece.inputs.index(made), "after")
+        ends, reads, writes = text.ends(after.kernel, "end")
+        found = replace(
+            found,
+            after=hook,
+            after_reads=tuple(tensors[i] for i in hook.vectors),
+            beside=tuple(tensors[i] for i in hook.beside),
+            ends=ends,
+            ends_tensors=tuple(tensors[i] for i in (*reads, *writes)),
+        )
+    return found
+
+
+def tensors_of(region: Region, values: Sequence[Value], made: Value | None = None) -> list[int]:
+    """Where values are among the tensors of a region."""
+    block = region.body.regions[0].block
+    assert block.last is not None
+    found = []
+    for value in values:
+        own = laid_out_from(value)
+        if own in block.arguments:
+            found.append(block.arguments.index(own))
+        else:
+            found.append(len(region.operands) + block.last.operands.index(made if own is made else own))
     return found
 
 
@@ -147,13 +238,16 @@ class Function:
     pointers: tuple[str, ...]
     grid: tuple[int, int]
     warps: int
+    #: functions of this source alone
+    own: str = ""
 
     @property
     def source(self) -> str:
         """A function `main` of tensors alone."""
         names = ", ".join(f"p{i}" for i in range(len(self.tensors)))
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
-        return f"{sources()}\n\n@triton.jit\ndef main({names}):\n    {self.kernel}({self.given}, {constants})\n"
+        call = f"@triton.jit\ndef main({names}):\n    {self.kernel}({self.given}, {constants})\n"
+        return f"{sources()}\n\n{self.own}{call}"
 
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         """What a compiling process is told. `aligned`: all tensors start at multiples of 16 bytes."""
@@ -182,18 +276,50 @@ def sources() -> str:
 JITTED = ("JITFunction", "InterpretedFunction", "ConstexprFunction")
 
 
-@dataclass(frozen=True)
 class Way:
-    """A configuration for a convolution; `places` are those of its operands among the tensors of the region."""
+    """One way to run a region."""
+
+    functions: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Single(Way):
+    """A configuration for a convolution, alone or with its neighbours."""
 
     problem: Problem
-    places: tuple[int, int]
+    places: Places
     config: Any
+    neighbours: Neighbours
+
+    @property
+    def key(self) -> str:
+        text = repr((self.problem, self.places, self.config, self.neighbours))
+        return "depthwise " + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def sums(self) -> tuple[int, int, int] | None:
+        """The shape of partial sums over what is stored."""
+        if self.neighbours.after is None:
+            return None
+        p = self.problem
+        stored = p.image if p.part == "input_grad" else p.output
+        return kernels().sums_shape(stored, self.neighbours.after.sums, self.config)
+
+    @property
+    def scratch(self) -> tuple[Spec, ...]:
+        shapes: list[tuple[int, ...]] = []
+        if self.problem.part == "weight_grad":
+            shapes.append(kernels().partials_shape(self.problem.output, self.problem.weight, self.config))
+        if self.sums is not None:
+            shapes.append(self.sums)
+            if self.sums[0] > MANY:
+                shapes.append((-(-self.sums[0] // CHUNK), *self.sums[1:]))
+        return tuple(Spec(shape, row_major(shape), torch.float32) for shape in shapes)
 
     @functools.cached_property
-    def functions(self) -> list[Function]:
+    def functions(self) -> list[Function]:  # type: ignore[override]
         """What it launches, in order."""
-        p, config, module = self.problem, self.config, kernels()
+        p, config, module, near = self.problem, self.config, kernels(), self.neighbours
         n, c, height, width = p.image
         image, output = blank(p.image, p.dtype), blank(p.output, p.dtype)
         constants = module.geometry(image, blank(p.weight, p.dtype, False), output, p.stride, p.padding, config)
@@ -204,26 +330,161 @@ class Way:
         items = -(-n // config.images) if p.part == "weight_grad" else n
         strips = module.strips_of(walked_w, config.columns)
         grid = (-(-items * strips * (c // config.vector) // lanes), -(-walked_h // config.rows))
-        result = len(set(self.places))
-        tensors = (*self.places, result)
-        own, wide = POINTERS[p.dtype], POINTERS[torch.float32]
-        types = (own, own, own)
-        if p.part == "input_grad":
-            return [Function("input_grad_kernel", "p0, p1, p2", constants, tensors, types, grid, config.warps)]
-        constants |= {"scale": None, "shift": None, "SCALED": False, "ACTIVATION": "none"}
-        if p.part == "forward":
-            constants |= {"sums": None, "SUMS": False}
-            return [Function("forward_kernel", "p0, p1, p2", constants, tensors, types, grid, config.warps)]
-        constants["IMAGES"] = config.images
-        parts, taps, _ = module.partials_shape(p.output, p.weight, config)
-        columns = 8 if taps * c < 4096 else 32
-        sizes = {"PARTS": parts, "C": c, "TAPS": taps, "ROWS": 2048 // columns, "COLUMNS": columns}
-        scratch, given, ends = result + 1, "p0, p1, partials=p2", (-(-taps * c // columns), 1)
-        products = (*self.places, scratch), (own, own, wide)
-        return [
-            Function("weight_grad_kernel", given, constants, *products, grid, config.warps),
-            Function("finish_kernel", "p0, p1", sizes, (scratch, result), (wide, own), ends, 8),
-        ]
+        at = self.places
+        pointers = Pointers([at.first, at.second, at.scratch if p.part == "weight_grad" else at.result])
+        first, second, out = "p0", "p1", "p2"
+        if p.part != "input_grad":
+            constants |= module.NOTHING_BEFORE
+            if near.before is not None:
+                constants |= {"BEFORE_ONCE": Name("before_once"), "BEFORE": Name("before")}
+        if p.part != "weight_grad":
+            constants |= module.NOTHING_AFTER
+            if near.after is not None:
+                constants |= {"AFTER_ONCE": Name("after_once"), "AFTER": Name("after")}
+                constants |= {"SUMS": near.after.sums, "BESIDE": len(near.beside)}
+        if p.part == "weight_grad":
+            constants["IMAGES"] = config.images
+            given = [first, second, pointers.several(near.before_reads), out]
+        else:
+            given = [first, second, out]
+            given += [pointers.several(near.before_reads)] if p.part == "forward" else []
+            given += [pointers.several(near.after_reads), pointers.several(near.beside)]
+            given.append("None" if self.sums is None else pointers.one(at.scratch))
+        text, own = ", ".join(given), "".join(hook.source for hook in near.hooks)
+        tensors = tuple(pointers.tensors)
+        types = tuple(map(self.pointer, tensors))
+        found = [Function(f"{p.part}_kernel", text, constants, tensors, types, grid, config.warps, own)]
+        if p.part == "weight_grad":
+            parts, taps, _ = module.partials_shape(p.output, p.weight, config)
+            columns = 8 if taps * c < 4096 else 32
+            sizes = {"PARTS": parts, "C": c, "TAPS": taps, "ROWS": 2048 // columns, "COLUMNS": columns}
+            pair = at.scratch, at.result
+            ends = (-(-taps * c // columns), 1)
+            found.append(Function("finish_kernel", "p0, p1", sizes, pair, tuple(map(self.pointer, pair)), ends, 8))
+        return found + self.ending()
+
+    def ending(self) -> list[Function]:
+        """What turns partial sums into results."""
+        near, c = self.neighbours, self.problem.image[1]
+        if self.sums is None:
+            return []
+        found, (parts, count, _), partials = [], self.sums, self.places.scratch
+        columns, rows = 8, 256
+        if parts > MANY:
+            chunks, width = -(-parts // CHUNK), count * c
+            sizes = {"PARTS": parts, "WIDTH": width, "CHUNK": CHUNK, "ROWS": rows, "COLUMNS": columns}
+            wide = POINTERS[torch.float32]
+            grid = (-(-width // columns), chunks)
+            found.append(Function("fold_kernel", "p0, p1", sizes, (partials, partials + 1), (wide, wide), grid, 8))
+            parts, partials = chunks, partials + 1
+        sizes = {"PARTS": parts, "C": c, "ROWS": rows, "COLUMNS": columns}
+        tensors = (partials, *near.ends_tensors)
+        given = ", ".join(f"p{i}" for i in range(len(tensors)))
+        types = tuple(map(self.pointer, tensors))
+        found.append(Function("end", given, sizes, tensors, types, (-(-c // columns), 1), 8, near.ends))
+        return found
+
+    def pointer(self, tensor: int) -> str:
+        """The type of a tensor of the region, or of scratch memory."""
+        if tensor >= self.places.scratch:
+            return POINTERS[torch.float32]
+        return self.neighbours.pointers[tensor]
+
+
+class Name(str):
+    """A name in the source: it is written without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass
+class Pointers:
+    """The tensors that a kernel is called with, in the making."""
+
+    tensors: list[int]
+
+    def one(self, tensor: int) -> str:
+        self.tensors.append(tensor)
+        return f"p{len(self.tensors) - 1}"
+
+    def several(self, tensors: Sequence[int]) -> str:
+        return f"({''.join(self.one(t) + ', ' for t in tensors)})" if tensors else "None"
+
+
+#: partial sums that are many are added up in two steps, so many rows at a time
+MANY, CHUNK = 2048, 512
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Apart(Way):
+    """The loops and the convolution as kernels of their own, one after the other: what a region has to beat.
+
+    steps: a convolution or a generated kernel, and where its tensors are among those of the region and its scratch.
+    """
+
+    steps: tuple[tuple[Any, tuple[int, ...]], ...]
+    scratch: tuple[Spec, ...]
+
+    @property
+    def key(self) -> str:
+        text = repr([(made.key, places) for made, places in self.steps])
+        return "depthwise apart " + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def functions(self) -> list[Any]:  # type: ignore[override]
+        found: list[Any] = []
+        for made, _ in self.steps:
+            own = made.functions
+            found += own if isinstance(made, Single) else [Generated(made, f) for f in own if f.grid]
+        return found
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A function of a generated kernel, for those who compile."""
+
+    candidate: Any
+    function: Any
+
+    def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
+        from .triton.compiling import job_of
+
+        return job_of(self.candidate, self.function, capability)
+
+
+def apart(region: Region, sides: Sides) -> Apart:
+    """The best guess for each kernel."""
+    from .triton.generate import candidates
+
+    steps: list[tuple[Any, tuple[int, ...]]] = []
+    scratch: list[Spec] = []
+    begin = len(region.specs)
+
+    def more(specs: Sequence[Spec]) -> tuple[int, ...]:
+        scratch.extend(specs)
+        return tuple(range(begin + len(scratch) - len(specs), begin + len(scratch)))
+
+    def generated(side: Side, places: Sequence[int], specs: Sequence[Spec]) -> None:
+        made = candidates(side.kernel, list(specs))[0]
+        steps.append((made, (*places, *more(made.scratch))))
+
+    at, problem = places_of(region, sides), problem_of(sides.anchor)
+    image = at.first
+    if (before := sides.before) is not None:
+        (image,) = more([Spec(problem.image, last(problem.image), problem.dtype)])
+        places = tensors_of(region, before.piece.inputs)
+        generated(before, (*places, image), [*(region.specs[i] for i in places), scratch[0]])
+    plain = Neighbours((POINTERS[problem.dtype],) * 3)
+    single = Single(problem, Places(0, 1, 2, 3), configs(problem)[0], plain)
+    steps.append((single, (image, at.second, at.result, *more(single.scratch))))
+    if (after := sides.after) is not None:
+        places = tensors_of(region, [*after.piece.inputs, *after.piece.outputs], sides.anchor.results[0])
+        generated(after, places, [region.specs[i] for i in places])
+    return Apart(tuple(steps), tuple(scratch))
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
@@ -262,12 +523,16 @@ def compile_for(offers: Sequence[Offer], capability: int, report: Progress | Non
     return refused
 
 
-def interpreted(way: Way) -> Launcher:
+def interpreted(way: Way) -> Launcher | Exception:
     """Runs the same source in Triton's interpreter."""
     from .triton.compiling import file_name
+    from .triton.interpreted import STAND_INS
     from .triton.worker import functions_of
 
-    mains = [functions_of(f.source, file_name(f.source))["main"] for f in way.functions]
+    if isinstance(way, Apart):
+        return one_after_the_other(way, interpreted)
+    libdevice = {"libdevice": STAND_INS["libdevice"]}
+    mains = [functions_of(f.source, file_name(f.source), libdevice)["main"] for f in way.functions]
 
     def run(*tensors: torch.Tensor) -> None:
         for main, function in zip(mains, way.functions, strict=True):
@@ -276,8 +541,28 @@ def interpreted(way: Way) -> Launcher:
     return run
 
 
+def one_after_the_other(way: Apart, single: Callable[[Way], Launcher | Exception]) -> Launcher | Exception:
+    """Launches the kernels of all steps."""
+    from .triton.generate import build
+
+    runs: list[tuple[Launcher, tuple[int, ...]]] = []
+    for made, places in way.steps:
+        run = single(made) if isinstance(made, Single) else build([made])[made.key]
+        if isinstance(run, Exception):
+            return run
+        runs.append((run, places))
+
+    def all_of_them(*tensors: torch.Tensor) -> None:
+        for run, places in runs:
+            run(*(tensors[i] for i in places))
+
+    return all_of_them
+
+
 def loaded(way: Way, capability: int) -> Launcher | Exception:
     try:
+        if isinstance(way, Apart):
+            return one_after_the_other(way, lambda single: loaded(single, capability))
         return Launch(way, capability)
     except Exception as error:  # a driver or the C compiler of the launcher: this way is out, others go on
         return error

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,10 +25,14 @@ from . import depthwise
 from .kernels import Spec
 from .providers import Launcher, Offer, Progress, Region
 
-#: as many as are compared with one another in less time than sorting them takes
-MOST_TOKENS = 1 << 14
+#: comparing more with one another would take longer than all the rest
+MOST_TOKENS = 1 << 15
 #: rows are compared as f32 numbers
 MOST_ROWS = (1 << 24) - 2
+#: tokens and columns of a row of many tokens that are read at once
+SUMMED, SUMMED_COLUMNS = 32, 64
+#: indices that a program collects, and rows whose start it looks for
+COLLECTED, SEARCHED = 256, 256
 #: Triton's names of pointers
 POINTERS = {**depthwise.POINTERS, torch.int64: "*i64", torch.int32: "*i32"}
 
@@ -52,7 +56,7 @@ class Config:
     others: int = 256
 
 
-CONFIGS = (Config(), Config(tile=2048, columns=128), Config(tile=8192))
+CONFIGS = (Config(), Config(tile=2048), Config(tile=2048, columns=128))
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Problem:
     steps: tuple[int, int, int]
     dtype: torch.dtype
     index: torch.dtype
+
+    @property
+    def apart(self) -> bool:
+        """Whether indices do not lie side by side."""
+        return self.steps[2] != 1
 
 
 def takes(op: Op) -> bool:
@@ -83,8 +92,10 @@ def gradient(region: Region) -> Op:
 
 
 def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, Strides] | None:
-    """The number of the operand that a value of a region is a view of, and the strides of it in another shape; None
-    where it is no view, or one that does not begin where the operand does."""
+    """The number of the operand that a value of a region is a view of, and its strides in another shape.
+
+    None where it is no view, or one that does not begin where the operand does.
+    """
     arguments = region.body.regions[0].block.arguments
 
     def strides_of(value: Value) -> tuple[int, Strides] | None:
@@ -102,8 +113,8 @@ def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, 
     return None if found is None or strides is None else (found[0], strides)
 
 
-def problem_of(region: Region) -> tuple[Problem, tuple[int, int]] | None:
-    """What is to be done, and which operands dy and the indices are; None where these do not lie evenly."""
+def problem_of(region: Region) -> tuple[Problem, tuple[int, int, int]] | None:
+    """What is to be done, and the places of its tensors; None where tokens do not lie at even distances."""
     op = gradient(region)
     tokens, (rows, columns) = op.indices.type.size, op.dweight.type.shape
     dy, indices = seen_as(op.dy, (tokens, columns), region), seen_as(op.indices, (tokens,), region)
@@ -112,12 +123,15 @@ def problem_of(region: Region) -> tuple[Problem, tuple[int, int]] | None:
     dtype, index = torch_dtype(op.dy.type.element), torch_dtype(op.indices.type.element)
     steps = (*dy[1], *indices[1])
     assert len(steps) == 3
-    return Problem(tokens, rows, columns, op.padding_idx, steps, dtype, index), (dy[0], indices[0])
+    problem = Problem(tokens, rows, columns, op.padding_idx, steps, dtype, index)
+    return problem, (dy[0], indices[0], len(region.operands))
 
 
 def why_not(region: Region) -> str:
     """Empty where the kernels can run a region whose op they take, else why they cannot."""
-    if len(region.results) != 1 or gradient(region).dweight not in region.body.regions[0].block.last.operands:
+    last = region.body.regions[0].block.last
+    assert last is not None
+    if list(last.operands) != [gradient(region).dweight]:
         return "the gradient of an embedding together with something else"
     if problem_of(region) is None:
         return "the gradient of an embedding whose tokens do not lie at even distances in memory"
@@ -131,12 +145,15 @@ def offers(region: Region) -> list[Offer]:
     """The configurations worth timing."""
     found = problem_of(region)
     assert found is not None
-    return [offer(found[0], found[1], config) for config in CONFIGS]
+    widest = power_of_two(found[0].columns)
+    configs = dict.fromkeys(replace(config, columns=min(config.columns, widest)) for config in CONFIGS)
+    return [offer(*found, config) for config in configs]
 
 
-def offer(problem: Problem, places: tuple[int, int], config: Config) -> Offer:
-    """A configuration, with memory for the sorted tokens, their rows, where each row starts and sums of parts."""
-    shapes = [(problem.tokens,), (problem.tokens,), (problem.rows + 1,)]
+def offer(problem: Problem, places: tuple[int, int, int], config: Config) -> Offer:
+    """A configuration, with memory for what lies between its kernels: the sorted tokens, their rows, where the tokens
+    of each row start, indices side by side, sums of parts."""
+    shapes = [(problem.tokens,), (problem.tokens,), (problem.rows + 1,), (problem.tokens if problem.apart else 1,)]
     scratch = [Spec(shape, row_major(shape), torch.int32) for shape in shapes]
     sums = (max(1, problem.tokens // config.part), problem.columns)
     scratch.append(Spec(sums, row_major(sums), torch.float32))
@@ -165,40 +182,44 @@ def sources() -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration for a gradient; `places` are those of dy and the indices among the operands of the region."""
+    """A configuration for a gradient; `places` are those of dy, the indices and the result among a region's tensors."""
 
     problem: Problem
-    places: tuple[int, int]
+    places: tuple[int, int, int]
     config: Config
 
     @functools.cached_property
     def functions(self) -> list[Function]:
         """What it launches, in order."""
         p, c = self.problem, self.config
-        dy, indices = self.places
-        out, order, named, starts, partials = range(len(set(self.places)), len(set(self.places)) + 5)
-        narrow, wide = (min(most, power_of_two(p.columns)) for most in (64, c.columns))
+        dy, indices, out = self.places
+        order, named, starts, near, partials = range(out + 1, out + 6)
+        own, index, whole, real = (POINTERS[t] for t in (p.dtype, p.index, torch.int32, torch.float32))
+        found = []
+        if p.apart:
+            given = {"INDEX_STEP": p.steps[2], "TOKENS": p.tokens, "BLOCK": COLLECTED}
+            blocks = up(p.tokens, COLLECTED)
+            found.append(Function("collect_kernel", "", given, (indices, near), (index, whole), (blocks, 1), 4))
+            indices, index = near, whole
         sizes = {"TOKENS": p.tokens, "ROWS": p.rows}
-        walk = {"DY_STEP": p.steps[0], "DY_COLUMN": p.steps[1], **sizes, "COLUMNS": p.columns, "PART": c.part}
-        own, whole, real = POINTERS[p.dtype], POINTERS[torch.int32], POINTERS[torch.float32]
+        given = {**sizes, "OWN": c.own, "OTHERS": c.others}
+        sorting, grid = ((indices, order, named), (index, whole, whole)), (up(p.tokens, c.own), 1)
+        found.append(Function("sort_kernel", "", given, *sorting, grid, 4))
 
-        searched = 256
-        halvings = p.tokens.bit_length()
-        runs = (p.tokens // c.part) * up(p.columns, narrow) + up(p.rows + 1, searched)
+        width = power_of_two(p.columns)
+        narrow, wide = min(SUMMED_COLUMNS, width), min(c.columns, width)
+        walk = {"DY_STEP": p.steps[0], "DY_COLUMN": p.steps[1], **sizes, "COLUMNS": p.columns, "PART": c.part}
+        given = {**walk, "STEPS": p.tokens.bit_length(), "BLOCK_ROWS": SEARCHED, "BLOCK_COLUMNS": narrow}
+        blocks = p.tokens // c.part * up(p.columns, narrow) + up(p.rows + 1, SEARCHED)
+        tensors, pointers = (dy, order, named, starts, partials), (own, whole, whole, whole, real)
+        found.append(Function("runs_kernel", "", given, tensors, pointers, (blocks, 1), 4))
+
         owned = max(1, c.tile // wide)
-        rows = up(p.tokens, c.few * c.windows) * up(p.columns, narrow) + up(p.rows, owned) * up(p.columns, wide)
-        sort = {"INDEX_STEP": p.steps[2], **sizes, "OWN": c.own, "OTHERS": c.others}
-        part = {"STEPS": halvings, "BLOCK_ROWS": searched, "BLOCK_COLUMNS": narrow}
-        last = {"PADDING": p.padding, "FEW": c.few, "WINDOWS": c.windows, "BLOCK_ROWS": owned, "BLOCK_TOKENS": 32,
-                "BLOCK_COLUMNS": narrow, "ROW_COLUMNS": wide}  # fmt: skip
-        return [
-            Function("sort_kernel", "", sort, (indices, order, named), (POINTERS[p.index], whole, whole),
-                     (up(p.tokens, c.own), 1), 4),
-            Function("runs_kernel", "", walk | part, (dy, order, named, starts, partials),
-                     (own, whole, whole, whole, real), (runs, 1), 4),
-            Function("rows_kernel", "", walk | last, (dy, order, named, starts, partials, out),
-                     (own, whole, whole, whole, real, own), (rows, 1), 4),
-        ]  # fmt: skip
+        given = {**walk, "PADDING": p.padding, "FEW": c.few, "WINDOWS": c.windows, "BLOCK_ROWS": owned}
+        given |= {"BLOCK_TOKENS": SUMMED, "BLOCK_COLUMNS": narrow, "ROW_COLUMNS": wide}
+        blocks = up(p.tokens, c.few * c.windows) * up(p.columns, narrow) + up(p.rows, owned) * up(p.columns, wide)
+        found.append(Function("rows_kernel", "", given, (*tensors, out), (*pointers, own), (blocks, 1), 4))
+        return found
 
 
 def up(number: int, size: int) -> int:

@@ -247,6 +247,19 @@ def _register_pools() -> None:
 _register_pools()
 
 
+@aten("upsample_bilinear2d", "upsample_bilinear2d.vec")
+def _upsample(imp, x, output_size, align_corners, *scales):
+    """Larger by whole factors; the scales are looked at too: they may be others, or none, beside a size."""
+    large, small = imp.expected[0].shape[2:], x.type.shape[2:]
+    given = [s for s in (scales[0] if scales and isinstance(scales[0], list | tuple) else scales) if s is not None]
+    if align_corners or x.type.element.kind != "float" or any(n % m for n, m in zip(large, small, strict=True)):
+        return NotImplemented
+    factors = tuple(n // m for n, m in zip(large, small, strict=True))
+    if given and list(map(float, given)) != list(map(float, factors)):
+        return NotImplemented
+    return imp.b.upsample(x, factors=factors)
+
+
 # ---- normalisations --------------------------------------------------------------------------------------------------
 
 

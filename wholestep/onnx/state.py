@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,15 +52,32 @@ def find_state(model: Model, trainable: Trainable) -> dict[str, State]:
             if chosen is not None and name in chosen and trainable is not None and not callable(trainable):
                 raise OnnxError(f"initializer {name} is selected by trainable=, but is not floating-point")
             continue
-        taken = uses.get(name, set())
+        taken = set(uses.get(name, ()))
         if taken and taken <= STATISTICS:
             kinds[name] = ("buffer", False)
         elif taken - SETTINGS - STATISTICS and tensor.numel() > 1:
             kinds[name] = ("parameter", chosen is None or name in chosen)
         elif chosen is not None and name in chosen and not callable(trainable):
             kinds[name] = ("parameter", True)
+    warn_of_merged(model, uses, [name for name, (_, trains) in kinds.items() if trains])
     paths = attribute_paths(list(kinds))
     return {name: State(kind, paths[name], trains) for name, (kind, trains) in kinds.items()}
+
+
+def warn_of_merged(model: Model, uses: Uses, names: list[str]) -> None:
+    """Says which parameters were probably several: exporters keep one of many equal tensors, such as zero biases."""
+    shared = []
+    for name in names:
+        tensor = model.initializers[name]
+        if name in uses and uses[name].total() > 1 and bool((tensor == tensor.reshape(-1)[0]).all()):
+            shared.append(name)
+    if shared:
+        warnings.warn(
+            f"{some(shared)}: one number everywhere, and taken by several nodes each. The exporter has probably merged "
+            "tensors that were equal; here they train as one. To train them apart, export after a training step or "
+            "without that optimisation",
+            stacklevel=4,
+        )
 
 
 def selection(trainable: Trainable, names: list[str]) -> set[str] | None:
@@ -82,11 +101,11 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-Uses = dict[str, set[tuple[str, int]]]
+Uses = dict[str, Counter[tuple[str, int]]]
 
 
 def find_uses(model: Model) -> Uses:
-    """For each name of the graph: which operators take it, and as which input. Identity nodes hand it on."""
+    """For each name: how often which operators take it, and as which input. Identity nodes hand it on."""
     of_functions: dict[tuple[str, str, str], Uses] = {}
 
     def walk(nodes: Any, names: dict[str, str], uses: Uses) -> None:
@@ -104,10 +123,10 @@ def find_uses(model: Model) -> Uses:
                     walk(function.node, {}, inner)
                     of_functions[key] = inner
                 for formal, name in zip(function.input, node.input, strict=False):
-                    uses.setdefault(names.get(name, name), set()).update(of_functions[key].get(formal, ()))
+                    uses.setdefault(names.get(name, name), Counter()).update(of_functions[key].get(formal, ()))
                 continue
             for index, name in enumerate(node.input):
-                uses.setdefault(names.get(name, name), set()).add((node.op_type, index))
+                uses.setdefault(names.get(name, name), Counter())[node.op_type, index] += 1
             for attribute in node.attribute:
                 for graph in (attribute.g, *attribute.graphs):
                     walk(graph.node, dict(names), uses)

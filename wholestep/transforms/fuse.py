@@ -491,7 +491,7 @@ class Fuser:
         self.sort()
 
     def lines(self, group: Group) -> list[list[Op]]:
-        """The ops of a kernel as a recipe has them: kernels that were taken along (`around.py`) are lines of their own."""
+        """The ops of a kernel as a recipe has them: a kernel that it took along (`around.py`) is a line of its own."""
         taken = {m for line in group.along for m in line}
         return [[*(m for m in group.members if m not in taken), *group.gone], *group.along]
 

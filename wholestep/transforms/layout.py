@@ -31,7 +31,9 @@ SOURCE, SINK = 0, 1
 FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad"})
 FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive_avg_pool"}) | {
-    "step.adaptive_avg_pool_grad"
+    "step.adaptive_avg_pool_grad",
+    "step.upsample",
+    "step.upsample_grad",
 }
 #: ops that read any layout and write row by row, beside reductions
 ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite"})

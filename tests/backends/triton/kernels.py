@@ -140,6 +140,8 @@ def step_cases() -> dict[str, Case]:
         "max_pool": case([T(2, 5, 7, 6, e=BF16)], pooled, {0: CHANNELS_LAST, 1: CHANNELS_LAST, 2: CHANNELS_LAST}),
         "max_pool_grad": case([T(2, 5, 4, 5), T(2, 5, 4, 5, e=I64), T(2, 5, 7, 6)], unpooled,
             {0: CHANNELS_LAST, 2: CHANNELS_LAST}, integers=6),
+        "upsample": case([T(2, 5, 3, 4)], lambda b, x: b.upsample(b.relu(x), factors=(3, 2))),
+        "upsample_grad": case([T(2, 3, 4, 40)], lambda b, dy: b.upsample_grad(dy, factors=(1, 8))),
         "avg_pool_grad": case([T(2, 5, 3, 4)], lambda b, dy: b.avg_pool_grad(dy, input_shape=(2, 5, 6, 7),
             kernel=(3, 2), stride=(2, 2), padding=(1, 1), ceil_mode=False, count_include_pad=False)),
         "scalar": case([T(), T()], lambda b, x, y: b.add(x, y)),

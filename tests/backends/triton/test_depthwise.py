@@ -64,12 +64,6 @@ def broken_guards(tensor: torch.Tensor) -> bool:
     return not bool(torch.cat([memory[:GUARD], memory[-GUARD:]]).isnan().all())
 
 
-def activate(x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None, activation: str) -> torch.Tensor:
-    if scale is not None and shift is not None:
-        x = x * scale.double().view(-1, 1, 1) + shift.double().view(-1, 1, 1)
-    return {"none": lambda v: v, "relu": F.relu, "silu": F.silu}[activation](x)
-
-
 def convolve(part: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor | None, stride: Any, padding: Any):
     """The float64 result, by PyTorch's convolution and its autograd."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
@@ -88,9 +82,6 @@ def run_case(
     dtype: str,
     config: dict[str, Any] | None = None,
     every: bool = False,
-    scaled: bool = False,
-    activation: str = "none",
-    sums: bool = False,
 ) -> dict[str, float]:
     """The largest error over its bound, by configuration: right results are at most 1. NaN counts as infinite."""
     from wholestep.backends.triton import depthwise
@@ -108,14 +99,10 @@ def run_case(
         return guarded(size, kind, device, channels_last).copy_(torch.randn(size))
 
     x, dy, w = drawn(tuple(shape)), drawn(out_shape), drawn((c, 1, *kernel), channels_last=False)
-    scale = drawn((c,), False, torch.float32) if scaled else None
-    shift = drawn((c,), False, torch.float32) if scaled else None
-    seen = activate(x.double(), scale, shift, activation).cpu()
-    exact = [seen, w.double().cpu(), dy.double().cpu()]
+    exact = [t.double().cpu() for t in (x, w, dy)]
     want = convolve(part, *exact, stride, padding)
     bound = ROUNDING[dtype] * want.abs() + SUMMING * convolve(part, *(t.abs() for t in exact), stride, padding) + 1e-30
     how: dict[str, Any] = {"stride": stride, "padding": padding}
-    before = {"scale": scale, "shift": shift, "activation": activation}
     chosen = [depthwise.Config(**config)] if config else depthwise.configs(part, shape, k, stride, element)
     found = {}
     for own in chosen if every else chosen[:1]:
@@ -127,20 +114,12 @@ def run_case(
             result = guarded(tuple(w.shape), element, device, False)
             size = depthwise.partials_shape(out_shape, w.shape, own)
             touched = [result, guarded(size, torch.float32, device, False)]
-            depthwise.weight_grad(x, dy, *touched, config=own, **how, **before)
+            depthwise.weight_grad(x, dy, *touched, config=own, **how)
         else:
             result = guarded(out_shape, element, device, True)
-            parts = guarded(depthwise.sums_shape(out_shape, own), torch.float32, device, False) if sums else None
-            touched = [result] if parts is None else [result, parts]
-            depthwise.forward(x, w, result, config=own, sums=parts, **how, **before)
+            touched = [result]
+            depthwise.forward(x, w, result, config=own, **how)
         error = ((result.double().cpu() - want).abs() / bound).max().item()
-        if part == "forward" and sums:
-            totals = torch.empty(c, 2, dtype=torch.float32, device=device)
-            depthwise.finish(touched[1], totals)
-            y = result.double().cpu()
-            right = torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))], 1)
-            spread = torch.stack([y.abs().sum((0, 2, 3)), y.square().sum((0, 2, 3))], 1)
-            error = max(error, ((totals.double().cpu() - right).abs() / (SUMMING * spread)).max().item())
         if any(broken_guards(t) for t in (x, dy, w, *touched)):
             error = float("inf")
         found[str(own)] = error if error == error else float("inf")
@@ -220,23 +199,6 @@ def test_short_walks_of_the_input_gradient_begin_at_either_phase(child: Child, r
     assert_right(child("input_grad", (1, 3, 7, 6), 3, 2, 1, "float32", config=config))
 
 
-@pytest.mark.parametrize(("scaled", "activation"), [(True, "silu"), (True, "none"), (False, "relu")])
-@pytest.mark.parametrize("part", ["forward", "weight_grad"])
-def test_scale_shift_and_activation_on_load(child: Child, part: str, scaled: bool, activation: str) -> None:
-    errors = child(part, (2, 4, 4, 6), 3, 1, 1, "float32", scaled=scaled, activation=activation, sums=part == "forward")
-    assert_right(errors)
-
-
-def test_padding_stays_zero_after_a_shift_in_a_single_strip_and_in_several(child: Child) -> None:
-    for columns in (2, 7):
-        config = SMALL_CONFIG | {"columns": columns}
-        assert_right(child("forward", (1, 2, 3, 5), 3, 2, 1, "float32", scaled=True, activation="silu", config=config))
-
-
-def test_sums_of_what_is_stored(child: Child) -> None:
-    assert_right(child("forward", (2, 6, 5, 5), 5, 2, 2, "bfloat16", sums=True))
-
-
 def test_the_judge_sees_a_wrong_result() -> None:
     x, w, dy = torch.randn(1, 2, 4, 4).double(), torch.randn(2, 1, 3, 3).double(), torch.randn(1, 2, 4, 4).double()
     want = convolve("input_grad", x, w, dy, 1, 1)
@@ -290,10 +252,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
         depthwise.forward(x, w, x[:, :, :3, :3], **how)
     with pytest.raises(InputError, match="partials must be float32 of shape"):
         depthwise.weight_grad(x, x, w, torch.empty(1, 9, 4), **how)
-    with pytest.raises(InputError, match="scale and shift come together"):
-        depthwise.forward(x, w, x, scale=torch.ones(4), **how)
-    with pytest.raises(InputError, match="activation 'gelu'"):
-        depthwise.forward(x, w, x, activation="gelu", **how)
     with pytest.raises(InputError, match="multiple of the configuration's vector"):
         depthwise.forward(x, w, x, **how | {"config": depthwise.Config(4, 4, vector=3)})
     small = torch.empty(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)

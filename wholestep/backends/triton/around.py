@@ -1,8 +1,8 @@
 """Loops around an anchor (`transforms/around.py`) as Triton functions that a kernel calls on its loads and its stores.
 
-`before(value, known)` makes what a kernel reads; `after(value, seen, known)` gives what it sums over what it stores, and
-`ends` turns the sums into results. Numbers per channel are read once (`..._once`), and a chain of sums and products with
-them is one multiply-add per element.
+`before(value, known)` makes what a kernel reads; `after(value, seen, known)` gives what it sums over what it stores,
+and `ends` turns the sums into results. Numbers per channel are read once (`..._once`), and a chain of sums and products
+with them is one multiply-add per element.
 """
 
 from __future__ import annotations
@@ -56,29 +56,25 @@ class Writer:
     def run(self, value: Value) -> Hook:
         """value: the argument that the kernel hands over itself."""
         block = self.kernel.regions[0].block
-        found: list[str] = []
-        waiting: set[Value] = set()  # for sums: `ends` computes them
+        sums = [op for op in block if op.definition is Reduce]
+        wanted = [op.operands[0] for op in sums or block if op.definition in (Reduce, Store)]
+        needed = makers(wanted)
         for op in block:
+            if op not in needed:
+                continue
             if op.definition is Load:
                 self.load(op, value, block.arguments.index(op.operands[0]))
             elif op.definition is Constant:
                 self.channel[op.results[0]] = constant(op)
-            elif op.definition is Reduce:
-                found.append(self.text(op.operands[0]).to(F32))
-                waiting.update(op.results)
-            elif op.definition is Apply:
-                if any(v in waiting for v in op.operands):
-                    waiting.update(op.results)
-                else:
-                    self.apply(op)
-            elif op.definition is Store and op.operands[0] in self.element:
-                found.append(self.text(op.operands[0]).to(F32))
-        sums = any(op.definition is Reduce for op in block)
+            else:
+                self.apply(op)
+        found = [self.text(v).to(F32) for v in wanted]
         answer = f"({', '.join(found)},)" if sums else found[0]
-        given = "value, seen, known" if sums else "value, known"
-        source = function(f"{self.name}_once", "pointers, channel", self.once, f"({''.join(t + ', ' for t in self.exported)})")
-        source += function(self.name, given, self.each, answer)
-        return Hook(helper_text(sorted(self.helpers)) + source, tuple(self.vectors), tuple(self.beside), len(found))
+        exported = "".join(f"{text}, " for text in self.exported)
+        source = function(f"{self.name}_once", "pointers, channel", self.once, f"({exported})")
+        source += function(self.name, "value, seen, known" if sums else "value, known", self.each, answer)
+        text = helper_text(sorted(self.helpers)) + source
+        return Hook(text, tuple(self.vectors), tuple(self.beside), len(sums))
 
     def load(self, op: Op, value: Value, number: int) -> None:
         argument, result = op.operands[0], op.results[0]
@@ -166,6 +162,18 @@ class Writer:
         return Number(name, number.type)
 
 
+def makers(values: Sequence[Value]) -> set[Op]:
+    """The ops that make some numbers; what a sum is made of is left out."""
+    found: set[Op] = set()
+    pending = list(values)
+    while pending:
+        op = pending.pop().op
+        if op is not None and op not in found:
+            found.add(op)
+            pending += op.operands if op.definition is Apply else ()
+    return found
+
+
 def constant(op: Op) -> Number:
     kind = number_type(op.attributes["dtype"])
     return Number(literal(op.value, kind), kind, op.value)
@@ -188,15 +196,7 @@ def ends(kernel: Op, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     block = kernel.regions[0].block
     stores = [op for op in block if op.definition is Store]
     sums = [op.results[0] for op in block if op.definition is Reduce]
-    needed: set[Op] = set()
-    pending = [op.operands[0] for op in stores]
-    while pending:
-        op = pending.pop().op
-        if op is None or op in needed:
-            continue
-        needed.add(op)
-        if op.definition is not Reduce:
-            pending += op.operands if op.definition is not Load else ()
+    needed = makers([op.operands[0] for op in stores])
     reads: list[int] = []
     helpers: set[str] = set()
     numbers: dict[Value, Number] = {}
@@ -230,4 +230,8 @@ def ends(kernel: Op, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     given = [f"r{i}" for i in range(len(reads))] + [f"w{i}" for i in range(len(stores))]
     arguments = ", ".join(["partials", *given, *(f"{n}: tl.constexpr" for n in ("PARTS", "C", "ROWS", "COLUMNS"))])
     source = "@triton.jit\ndef " + f"{name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines) + "\n\n\n"
-    return helper_text(sorted(helpers)) + source, tuple(reads), tuple(block.arguments.index(op.operands[1]) for op in stores)
+    return (
+        helper_text(sorted(helpers)) + source,
+        tuple(reads),
+        tuple(block.arguments.index(op.operands[1]) for op in stores),
+    )

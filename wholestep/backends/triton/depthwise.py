@@ -132,18 +132,18 @@ def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr
             BEFORE: tl.constexpr):  # fmt: skip
     """To f32, and BEFORE(value, known) where the pixel is in the image: padding stays zero."""
     LAST: tl.constexpr = FIRST + (STRIPS - 1) * STEP
-    if BEFORE is None:
-        return widen(values, STRIDE_H * COUNT)
-    wide = ()
-    for a in tl.static_range(STRIDE_H):
-        row = t * STRIDE_H + a - PAD_H
-        there = (row >= 0) & (row < HEIGHT)
-        for j in tl.static_range(COUNT):
-            value = values[a * COUNT + j].to(tl.float32)
-            if not padding_only(FIRST + j, STRIPS, WIDTH):
-                value = BEFORE(value, known)
-                value = tl.where(inside(there, first, j, FIRST, LAST, WIDTH), value, 0.0)
-            wide = wide + (value,)
+    wide = widen(values, STRIDE_H * COUNT)
+    if BEFORE is not None:
+        made = ()
+        for a in tl.static_range(STRIDE_H):
+            row = t * STRIDE_H + a - PAD_H
+            there = (row >= 0) & (row < HEIGHT)
+            for j in tl.static_range(COUNT):
+                value = wide[a * COUNT + j]
+                if not padding_only(FIRST + j, STRIPS, WIDTH):
+                    value = tl.where(inside(there, first, j, FIRST, LAST, WIDTH), BEFORE(value, known), 0.0)
+                made = made + (value,)
+        wide = made
     return wide
 
 

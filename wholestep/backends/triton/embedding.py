@@ -15,8 +15,16 @@ import triton.language as tl
 
 
 @triton.jit
-def read(indices, at, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    return tl.load(indices + at * INDEX_STEP, mask=at < TOKENS, other=ROWS + 1)
+def collect_kernel(indices, near, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Puts indices that lie far apart side by side, since all of them are read again and again."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + at.to(tl.int64) * INDEX_STEP, mask=at < TOKENS)
+    tl.store(near + at, index.to(tl.int32), mask=at < TOKENS)
+
+
+@triton.jit
+def read(indices, at, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    return tl.load(indices + at, mask=at < TOKENS, other=ROWS + 1)
 
 
 @triton.jit
@@ -32,22 +40,22 @@ def are_below(rows, limits):
 
 
 @triton.jit
-def sort_kernel(indices, order, named, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-                OWN: tl.constexpr, OTHERS: tl.constexpr):  # fmt: skip
+def sort_kernel(indices, order, named, TOKENS: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
+                OTHERS: tl.constexpr):  # fmt: skip
     """Compares OWN tokens with all others, OTHERS at a time. Of equal tokens the earlier comes first."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    row = row_of(read(indices, own, INDEX_STEP, TOKENS, ROWS), ROWS)
+    row = row_of(read(indices, own, TOKENS, ROWS), ROWS)
     here = tl.program_id(0) * OWN // OTHERS * OTHERS
     others = tl.arange(0, OTHERS)
     count = tl.zeros((OWN, OTHERS), tl.float32)
-    ahead = read(indices, others, INDEX_STEP, TOKENS, ROWS)
+    ahead = read(indices, others, TOKENS, ROWS)
     for begin in range(0, here, OTHERS):
         count += are_below(row_of(ahead, ROWS), row + 1)
-        ahead = read(indices, begin + OTHERS + others, INDEX_STEP, TOKENS, ROWS)
+        ahead = read(indices, begin + OTHERS + others, TOKENS, ROWS)
     for begin in range(here, TOKENS, OTHERS):
         count += are_below(row_of(ahead, ROWS), row)
-        ahead = read(indices, begin + OTHERS + others, INDEX_STEP, TOKENS, ROWS)
-    theirs = row_of(read(indices, here + others, INDEX_STEP, TOKENS, ROWS), ROWS)
+        ahead = read(indices, begin + OTHERS + others, TOKENS, ROWS)
+    theirs = row_of(read(indices, here + others, TOKENS, ROWS), ROWS)
     count += ((here + others)[None, :] < own[:, None]) & (theirs[None, :] == row[:, None])
     place = tl.sum(count, axis=1).to(tl.int32)
     tl.store(order + place, own, mask=own < TOKENS)
@@ -65,7 +73,7 @@ def gather(dy, token, column, there, DY_STEP: tl.constexpr, DY_COLUMN: tl.conste
 def runs_kernel(dy, order, named, starts, partials, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
                 TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
                 STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
-    """The sum of every PART sorted tokens that name one row, and where the tokens of each row start (STEPS halvings)."""
+    """The sum of every PART sorted tokens that name one row; and where each row's tokens start, by STEPS halvings."""
     WIDE: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     SUMMING: tl.constexpr = TOKENS // PART * WIDE
     program = tl.program_id(0)

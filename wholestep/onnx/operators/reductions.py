@@ -246,6 +246,8 @@ def log_softmax(c: Context, x: Tensor):
 def hardmax(c: Context, x: Tensor):
     b = c.b
     value, axis = as_rows(c, x)
+    if x.size == 0:
+        return x.value
     first = b.argmax(value, dim=axis, keepdim=True)
     place = along(b, positions(b, value.type.shape[axis]), axis, value.type.rank)
     return b.reshape_to(b.cast_to(b.eq(place, first), x.element), x.shape)

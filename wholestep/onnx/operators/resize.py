@@ -50,6 +50,8 @@ def resize_simple(c: Context, x: Tensor, scales: Tensor):
 @operator("Resize", since=11)
 def resize(c: Context, x: Tensor, roi: Tensor | None = None, scales: Tensor | None = None, sizes: Tensor | None = None):
     dims = [c.axis(a, x.rank) for a in c.attribute("axes") or range(x.rank)]
+    if len(set(dims)) != len(dims) or 0 in x.shape:
+        raise c.wrong("its axes name a dimension twice, or its input is empty")
     if scales is not None and scales.size:
         axes = by_scales(c, x, dims, c.known(scales, "scales").tolist())
     elif sizes is not None and sizes.size:

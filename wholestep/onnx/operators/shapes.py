@@ -273,14 +273,15 @@ def depth_to_space(c: Context, x: Tensor):
     return b.reshape_to(value, (n, rest, spatial[0] * s, spatial[1] * s))
 
 
-@operator("SpaceToDepth", until=27)
+@operator("SpaceToDepth")
 def space_to_depth(c: Context, x: Tensor):
     b, s = c.b, c.attribute("blocksize")
     n, channels, height, width = four(c, x)
     if s < 1 or height % s or width % s:
         raise c.wrong(f"an image of {height} by {width} does not divide into blocks of {s}")
     value = b.reshape_to(x.value, (n, channels, height // s, s, width // s, s))
-    value = b.transpose(value, order=(0, 3, 5, 1, 2, 4))
+    first = c.attribute("mode", "DCR") == "DCR"  # whether the place in the block comes before the channel
+    value = b.transpose(value, order=(0, 3, 5, 1, 2, 4) if first else (0, 1, 3, 5, 2, 4))
     return b.reshape_to(value, (n, channels * s * s, height // s, width // s))
 
 

@@ -40,6 +40,8 @@ def dft(c: Context, x: Tensor, length: Tensor | None, axis: int) -> Value:
 def transformed(c: Context, x: Value, dim: int, count: int, inverse: bool, onesided: bool) -> Value:
     """The transform along a dimension of pairs (or of single numbers); it cuts off, or adds zeros behind."""
     b, last, element = c.b, x.type.rank - 1, x.type.element
+    if 0 in x.type.shape:
+        raise c.wrong(f"a signal of shape {list(x.type.shape)} is empty")
     x = b.cast_to(x, wide(element))
     parts = [b.reshape_to(cut(b, x, last, i, i + 1), x.type.shape[:-1]) for i in range(x.type.shape[-1])]
     signal = c.opaque("aten.complex.default", *parts) if len(parts) == 2 else parts[0]

@@ -10,6 +10,9 @@ from ...ir.core import Value
 from ..context import Context
 from .support import cut, limited
 
+#: no number of a window is as large as this
+LARGEST = 1 << 24
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -48,8 +51,8 @@ def windows(c: Context, sizes: Sequence[int], kernel: Sequence[int]) -> Windows:
     dilation = listed(c, "dilations", rank)
     if len(kernel) != rank:
         raise c.wrong(f"its kernel has {len(kernel)} dimensions, and its input {rank}")
-    if any(v < 1 for v in (*kernel, *stride, *dilation)):
-        raise c.wrong("its kernel, strides and dilations must be positive")
+    if any(not 0 < v < LARGEST for v in (*kernel, *stride, *dilation)):
+        raise c.wrong("its kernel, strides and dilations must be positive, and not too large")
     extent = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
     low, high = padding(c, sizes, extent, stride)
     up = bool(c.attribute("ceil_mode", 0))
@@ -81,7 +84,7 @@ def padding(c: Context, sizes: Sequence[int], extent: Sequence[int], stride: Seq
     pads = c.attribute("pads")
     if kind == "VALID" or not pads:
         return [0] * rank, [0] * rank
-    if len(pads) != 2 * rank or any(p < 0 for p in pads):
+    if len(pads) != 2 * rank or any(not 0 <= p < LARGEST for p in pads):
         raise c.wrong(f"its pads {list(pads)} do not fit {rank} dimensions")
     return list(pads[:rank]), list(pads[rank:])
 

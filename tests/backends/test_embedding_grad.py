@@ -1,0 +1,239 @@
+"""The gradient of an embedding as a template of the provider `triton`: what is taken and refused, sums, whole steps.
+
+Triton reads TRITON_INTERPRET once, when it is imported, so kernels run in a child process that answers with JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wholestep.backends import embedding
+from wholestep.backends.embedding import Config, Problem
+from wholestep.backends.generated import region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Region, Triton, register_provider
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.strides import row_major
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.core import Op
+from wholestep.ir.types import BF16, F32, F64, I32, I64, TensorType
+
+pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GUARD = 512
+
+
+class Own(Triton):
+    """With the template, wherever it is listed."""
+
+    templates = ("embedding",)
+
+
+def body(element=F32, index=I64, tokens: tuple[int, ...] = (4, 3), rows=20, width=6, padding=-1) -> Op:
+    """A function of one gradient."""
+    function = add_function(module(), "f", [TensorType((*tokens, width), element), TensorType(tokens, index)])
+    block = function.regions[0].block
+    dy, indices = block.arguments
+    grad = StepBuilder(block, phase="backward").embedding_grad(dy, indices, rows=rows, padding_idx=padding)
+    return finish_function(function, [grad])
+
+
+def region(function: Op, *strides: tuple[int, ...]) -> Region:
+    """A region on operands that lie row by row, or as told."""
+    arguments = function.regions[0].block.arguments
+    shapes = [a.type.shape for a in arguments]
+    laid = strides or tuple(row_major(s) for s in shapes)
+    dtypes = {F32: torch.float32, BF16: torch.bfloat16, I64: torch.int64, I32: torch.int32}
+    types = [dtypes[a.type.element] for a in arguments]
+    specs = [Spec(*given) for given in zip(shapes, laid, types, strict=True)]
+    return region_of(function, None, specs, torch.device("cpu"))
+
+
+def test_gradients_of_embeddings_are_regions_of_their_own() -> None:
+    def taken(**more: Any) -> bool:
+        return Own().takes(next(iter(body(**more).regions[0].block)))
+
+    assert taken() and taken(element=BF16, index=I32, padding=2)
+    assert not taken(element=F64)
+    assert not taken(tokens=(embedding.MOST_TOKENS + 1,))
+    assert not taken(tokens=(0,))
+    assert not taken(rows=embedding.MOST_ROWS + 1)
+
+
+def test_tokens_may_lie_apart_but_evenly() -> None:
+    plain, columns = region(body()), region(body(tokens=(12,)), (24, 1), (5,))
+    assert Own().claims(plain) == Own().claims(columns) == ""
+    assert Own().offers(plain)[0].made.problem.steps == (6, 1, 1)
+    way = Own().offers(columns)[0].made
+    assert way.problem.steps == (24, 1, 5)
+    assert [f.kernel for f in way.functions] == ["collect_kernel", "sort_kernel", "runs_kernel", "rows_kernel"]
+    transposed = region(body(), (6, 24, 1), (3, 1))
+    assert "even distances" in Own().claims(transposed)
+
+
+def test_indices_that_are_computed_or_cut_off_inside_are_refused() -> None:
+    for start, why in ((0, ""), (1, "even distances")):
+        function = add_function(module(), "f", [TensorType((12, 6), F32), TensorType((13,), I64)])
+        block = function.regions[0].block
+        b = StepBuilder(block, phase="backward")
+        indices = b.slice(block.arguments[1], dim=0, start=start, end=start + 12, stride=1)
+        finish_function(function, [b.embedding_grad(block.arguments[0], indices, rows=20, padding_idx=-1)])
+        assert why in Own().claims(region(function)) and bool(why) == bool(Own().claims(region(function)))
+
+
+def test_ways_differ_in_more_than_their_name() -> None:
+    for width in (6, 200, 700):
+        offers = Own().offers(region(body(width=width)))
+        assert len({o.key for o in offers}) == len({o.name for o in offers}) == len(offers) >= 2
+        assert len({tuple(f.source for f in o.made.functions) for o in offers}) == len(offers)
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    offers = Own().offers(region(body(BF16, tokens=(300,), width=64), (128, 1), (3,)))[:1]
+    assert embedding.depthwise.compile_for(offers, 90) == {}
+    kept = [json.loads(p.read_text()) for p in (tmp_path / "triton" / "wholestep").glob("*.json")]
+    assert len(kept) == 4 and all(k["spills"] == 0 for k in kept)
+
+
+# ---- in Triton's interpreter -----------------------------------------------------------------------------------------
+
+SMALL = Config(tile=128, columns=16, few=2, part=8, windows=3, own=8, others=32)
+#: tokens, rows, columns, dtype, dtype of indices, padding, what is drawn
+CASES = {
+    "odd sizes": (37, 11, 5, "float32", "int64", -1, "evenly"),
+    "rows nobody names, a row of padding": (50, 90, 17, "float32", "int32", 3, "low rows"),
+    "one row": (70, 3, 9, "float32", "int64", -1, "one"),
+    "two long rows": (83, 9, 20, "bfloat16", "int64", -1, "two"),
+    "a long row of padding": (40, 4, 3, "float32", "int64", 2, "one"),
+    "one token": (1, 3, 1, "float16", "int64", -1, "one"),
+    "some rows are no rows": (33, 7, 4, "float32", "int64", -1, "outside"),
+}
+
+
+def drawn(how: str, tokens: int, rows: int) -> torch.Tensor:
+    uniform = torch.rand(tokens)
+    if how == "one":
+        return torch.full((tokens,), rows - 2 if rows > 3 else 2)
+    if how == "two":
+        return torch.arange(tokens) % 2 + rows - 2
+    if how == "outside":
+        return (uniform * (rows + 6)).long() - 3
+    return ((uniform**3 if how == "low rows" else uniform) * rows).long()
+
+
+def guarded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of NaN, or of numbers far out, amid the same: what is read or written beside it shows."""
+    memory = torch.full((torch.Size(shape).numel() + 2 * GUARD,), float("nan") if dtype.is_floating_point else 1 << 30)
+    return memory.to(dtype)[GUARD:-GUARD].view(shape)
+
+
+def error(case: tuple[int, int, int, str, str, int, str], config: Config) -> float:
+    """The largest error as a share of what rounding may be; infinite where something is written beside the result."""
+    tokens, rows, columns, name, index_name, padding, how = case
+    torch.manual_seed(1)
+    dtype, index_dtype = getattr(torch, name), getattr(torch, index_name)
+    dy, indices = guarded(tokens, 2, columns + 1, dtype=dtype), guarded(tokens, 3, dtype=index_dtype)
+    dy[:, 0, :columns] = torch.randn(tokens, columns).to(dtype)
+    indices[:, 0] = drawn(how, tokens, rows).to(index_dtype)
+    if how == "evenly":
+        indices = indices[:, 0].contiguous()[:, None]
+    steps = (dy.stride(0), 1, indices.stride(0))
+    offer = embedding.offer(Problem(tokens, rows, columns, padding, steps, dtype, index_dtype), (0, 1, 2), config)
+    out = guarded(rows, columns, dtype=dtype)
+    run = embedding.build([offer])[offer.key]
+    assert not isinstance(run, Exception)
+    run(dy, indices, out, *(guarded(*s.shape, dtype=s.dtype) for s in offer.scratch))
+    own, dy = indices[:, 0].long(), dy[:, 0, :columns].double()
+    dy, own = dy[(own >= 0) & (own < rows) & (own != padding)], own[(own >= 0) & (own < rows) & (own != padding)]
+    wanted, spread = (torch.zeros(rows, columns).double().index_add_(0, own, x) for x in (dy, dy.abs()))
+    memory = out.as_strided((rows * columns + 2 * GUARD,), (1,), 0)
+    if not (memory[:GUARD].isnan().all() and memory[-GUARD:].isnan().all()):
+        return float("inf")
+    # the interpreter cuts bf16 off instead of rounding it
+    rounding = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-7}[name]
+    allowed = rounding * wanted.abs() + 1e-6 * spread
+    return float(((out.double() - wanted).abs() / allowed.clamp_min(1e-30)).nan_to_num(float("inf")).max())
+
+
+class Net(nn.Module):
+    """Two tables that are looked up in columns of one tensor, and one by positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(30, 8), nn.Embedding(5, 8, padding_idx=1)])
+        self.places = nn.Embedding(4, 8)
+
+    def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        looked_up = [table(words[:, i]) for i, table in enumerate(self.tables)]
+        return torch.stack([*looked_up, self.places(places).cos().sum(1)], 1).sin().square().mean()
+
+
+def child() -> None:
+    """Every case with a configuration that has many blocks, one with that of GPUs, then two steps of a network."""
+    import wholestep as ws
+
+    class Interpreted(Own):
+        name, devices = "interpreted", ("cpu",)
+
+    register_provider(Interpreted)
+    answer: dict[str, Any] = {"errors": {name: error(case, SMALL) for name, case in CASES.items()}}
+    answer["errors"]["as on a GPU"] = error((400, 40, 70, "float32", "int64", -1, "low rows"), Config())
+    torch.manual_seed(0)
+    words = torch.stack([torch.randint(0, 30, (24,)), torch.randint(0, 5, (24,))], 1)
+    batch = words, torch.randint(0, 4, (24, 3))
+    losses, models = [], []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if compiled:
+            providers = ["aten", "interpreted"]
+            step = ws.compile(model, lambda m, *b: m(*b), optimizer, batch, providers=providers, tune=False)
+            losses.append([float(step(*batch)) for _ in range(2)])
+            names = [c.offer for c in step.choices.known.values() if c.provider == "interpreted"]
+            answer["used"] = sum(n.startswith("embedding") for n in names)
+        else:
+            losses.append([])
+            for _ in range(2):
+                loss = model(*batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[0].append(float(loss))
+        models.append(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    answer["losses"] = losses
+    answer["worst"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+    print(json.dumps(answer))
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory) -> dict[str, Any]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    environment["WHOLESTEP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    call = [sys.executable, "-c", "from tests.backends.test_embedding_grad import child; child()"]
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_rows_are_the_sums_of_their_tokens(answer: dict[str, Any]) -> None:
+    assert len(answer["errors"]) == len(CASES) + 1
+    assert max(answer["errors"].values()) <= 1, answer["errors"]
+
+
+def test_a_step_runs_its_gradients_of_embeddings_and_learns_as_eager_does(answer: dict[str, Any]) -> None:
+    assert answer["used"] == 3
+    assert answer["losses"][1] == pytest.approx(answer["losses"][0], rel=1e-5)
+    assert answer["worst"] < 1e-5

@@ -1,0 +1,76 @@
+"""Bilinear upsampling by whole factors: as ATen runs it and as loops, against PyTorch; what is none stays with ATen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wholestep as ws
+from tests.runtime.runs import data
+from tests.transforms.test_windows import results
+from wholestep.ir.builtin import functions
+
+FACTORS = [(2, 2), (3, 1), (8, 5), (1, 16), (16, 16)]
+
+
+def large(x: torch.Tensor, factors: tuple[int, int]) -> torch.Tensor:
+    size = [n * f for n, f in zip(x.shape[2:], factors, strict=True)]
+    return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+def test_loops_are_those_of_torch(factors: tuple[int, int], size: tuple[int, int]) -> None:
+    x = data(1, 2, *size).double().requires_grad_()
+    want = large(x, factors)
+    (mine,) = results(lambda b, x: b.upsample(x, factors=factors), x.detach())
+    torch.testing.assert_close(mine, want.detach(), rtol=1e-12, atol=1e-12)
+    dy = data(*want.shape, seed=1).double()
+    (gradient,) = torch.autograd.grad(want, x, dy)
+    (mine,) = results(lambda b, dy: b.upsample_grad(dy, factors=factors), dy)
+    torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
+
+
+class Segments(nn.Module):
+    def __init__(self, **how: object):
+        super().__init__()
+        self.conv, self.how = nn.Conv2d(3, 5, 3, padding=1), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(self.conv(x), mode="bilinear", **self.how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("how", "ours"),
+    [
+        ({"size": (24, 12)}, True),
+        ({"scale_factor": 2}, True),
+        ({"scale_factor": (4.0, 1.0)}, True),
+        ({"size": (24, 12), "align_corners": True}, False),
+        ({"scale_factor": 1.5}, False),
+        ({"scale_factor": 2.1}, False),  # 6 and 4 become 12 and 8, but not by 2
+        ({"size": (3, 8)}, False),
+    ],
+    ids=str,
+)
+def test_training_is_that_of_torch(how: dict[str, object], ours: bool) -> None:
+    x = data(2, 3, 6, 4)
+    torch.manual_seed(0)
+    model = Segments(**how)
+    target = torch.randint(0, 5, (2, *model(x).shape[2:]))
+    twin = Segments(**how)
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    step = ws.compile(model, F.cross_entropy, optimizers[0], (x, target))
+    names = {op.name for function in functions(step.program()) for op in function.regions[0].block}
+    assert ("step.upsample" in names) == ("step.upsample_grad" in names) == ours
+    for _ in range(2):
+        loss = F.cross_entropy(twin(x), target)
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        assert float(step(x, target)) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for mine, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,180 @@
+"""Images made larger by whole factors, with straight lines between pixels (bilinear), and the gradient of that.
+
+A pixel of the result lies between two of x in each direction. Of the gradient each pixel of x asks the few pixels of
+the result that it was part of, one direction after the other: nothing is scattered, and the sums are always the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from ...ir.core import Op
+from ...ir.dialect import Attr, FloatTensor, Operand, Result
+from ..loop import compute_type
+from .base import Roles, StepOp, step
+from .convolution import padded
+from .windows import added, rounded
+
+aten = torch.ops.aten
+#: sums over factors up to this are written out; else they are walked, as sums of few sums are long to compile
+WRITTEN_OUT = 4
+
+
+class Resize(StepOp):
+    """Common rules: batch and channels are parallel, rows and columns need their neighbours."""
+
+    precision = "high"
+    factors = Attr("ints", "how many rows and columns of the large image there are for one of the small one")
+
+    @staticmethod
+    def roles(op: Op) -> Roles:
+        return Roles(("abcd",), ("abef",), whole="cdef")
+
+
+# ---- as loops --------------------------------------------------------------------------------------------------------
+
+
+def middle(factor: int) -> float:
+    """How far a large pixel's middle is from the border between it and the one before, along the way to the next."""
+    return 0.5 if factor % 2 == 0 else 0.0
+
+
+def weighted(k, numbers, weights, dtype):
+    """A number times its weights, of which those that are None are 1."""
+    for weight in weights:
+        if weight is not None:
+            numbers = k.apply("mul", rounded(k, numbers, dtype), weight, dtype=dtype)
+    return numbers
+
+
+def neighbours(k, place, factor: int, size: int, dtype) -> list[tuple]:
+    """The places in a line of `size` pixels that a pixel of the larger line lies between, with the weight of each."""
+    if factor == 1:
+        return [(place, None)]
+    after, rest = k.divided(k.shifted(place, factor - factor // 2), factor)
+    one, zero = k.constant(1.0, dtype), k.constant(0.0, dtype)
+    share = k.counted(rest, middle(factor) / factor, 1 / factor, dtype)
+    share = k.choose(k.below(after, 1), one, k.choose(k.below(after, size), share, zero))
+    return [(k.shifted(after, -1), k.apply("sub", one, share, dtype=dtype)), (after, share)]
+
+
+def part(k, place, tap, after: bool, factor: int, size: int, dtype):
+    """How much of a small pixel is in one of the `factor` large ones between its middle and that of a neighbour: the one
+    after it, or the one before. `tap` is the number among these. There is all of it where it has no such neighbour."""
+    one = k.constant(1.0, dtype)
+    if isinstance(tap, int):
+        share = k.constant((tap + middle(factor)) / factor, dtype)
+    else:
+        share = k.counted(tap, middle(factor) / factor, 1 / factor, dtype)
+    if after:
+        return k.choose(k.below(place, size - 1), k.apply("sub", one, share, dtype=dtype), one)
+    return k.choose(k.below(place, 1), one, share)
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+
+@step.op
+class Upsample(Resize):
+    """Every pixel becomes several; those between the middles of two pixels of x are on the line between them."""
+
+    x = Operand(FloatTensor, "[N, C, H, W]")
+    y = Result()
+
+    @staticmethod
+    def infer(x, factors):
+        return x.with_shape((*x.shape[:2], *(n * f for n, f in zip(x.shape[2:], factors, strict=True))))
+
+    @staticmethod
+    def check(op: Op) -> str | None:
+        if op.x.type.rank != 4 or len(op.factors) != 2 or min(op.factors) < 1:
+            return "x must be [N, C, H, W], with one factor of at least 1 for rows and one for columns"
+        return None
+
+    @staticmethod
+    def evaluate(op: Op):
+        size = op.y.type.shape[2:]
+        return lambda x: aten.upsample_bilinear2d.default(x, size, False)
+
+    @staticmethod
+    def element(k, op, index):
+        element = op.y.type.element
+        wide = compute_type(element)
+        each = zip(index[2:], op.factors, op.x.type.shape[2:], strict=True)
+        parts = []
+        for corner in itertools.product(*(neighbours(k, *dim, wide) for dim in each)):
+            number = padded(k, op.x, [*index[:2], *(place for place, _ in corner)])
+            parts.append(weighted(k, number, [weight for _, weight in corner], wide))
+        return rounded(k, added(k, parts, element), element)
+
+    @staticmethod
+    def derivative(b, op, dy):
+        rows, columns = op.factors
+        for factors in ((1, columns), (rows, 1)):  # columns first: they are neighbours in memory
+            dy = b.upsample_grad(dy, factors=factors) if max(factors) > 1 else dy
+        return [dy]
+
+    @staticmethod
+    def flops(op: Op) -> int:
+        return 7 * op.y.type.size
+
+
+@step.op
+class UpsampleGrad(Resize):
+    """dx of `upsample`: each pixel the sum of what lies up to one pixel from it, the less the farther."""
+
+    dy = Operand(FloatTensor)
+    dx = Result()
+
+    @staticmethod
+    def infer(dy, factors):
+        return dy.with_shape((*dy.shape[:2], *(n // f for n, f in zip(dy.shape[2:], factors, strict=True))))
+
+    @staticmethod
+    def check(op: Op) -> str | None:
+        shape = op.dy.type.shape
+        if len(shape) != 4 or len(op.factors) != 2 or min(op.factors) < 1:
+            return "dy must be [N, C, H, W], with one factor of at least 1 for rows and one for columns"
+        fits = not any(n % f for n, f in zip(shape[2:], op.factors, strict=True))
+        return None if fits else "rows and columns of dy must be multiples of the factors"
+
+    @staticmethod
+    def evaluate(op: Op):
+        size, shape = op.dy.type.shape[2:], op.dx.type.shape
+        return lambda dy: aten.upsample_bilinear2d_backward.default(dy, size, shape, False)
+
+    @staticmethod
+    def element(k, op, index):
+        element = op.dx.type.element
+        wide = compute_type(element)
+        each = list(zip(index[2:], op.factors, op.dx.type.shape[2:], strict=True))
+
+        def sides(taps):
+            """What is seen with these numbers of large pixels, before and after the middle of the small one."""
+            found = []
+            for afters in itertools.product(*((False, True) if f > 1 else (False,) for f in op.factors)):
+                places, weights = list(index[:2]), []
+                for (place, factor, size), tap, after in zip(each, taps, afters, strict=True):
+                    if factor == 1:
+                        places.append(place)
+                        continue
+                    start = k.shifted(k.scaled(place, factor), factor // 2 - (0 if after else factor))
+                    places.append(k.shifted(start, tap) if isinstance(tap, int) else k.joined([start, tap], [1, 1]))
+                    weights.append(part(k, place, tap, after, factor, size, wide))
+                found.append(weighted(k, padded(k, op.dy, places), weights, wide))
+            return found
+
+        if math.prod(op.factors) <= WRITTEN_OUT:
+            numbers = [n for taps in itertools.product(*map(range, op.factors)) for n in sides(taps)]
+            total = added(k, numbers, element)
+        else:
+            walked = [k.walk(factor) for factor in op.factors]
+            total = k.reduce(added(k, sides(walked), element), "sum", walked, index, element)
+        return rounded(k, total, element)
+
+    @staticmethod
+    def flops(op: Op) -> int:
+        return 2 * op.dx.type.size * math.prod(1 if f == 1 else 2 * f for f in op.factors)
