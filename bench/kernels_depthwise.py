@@ -1,14 +1,16 @@
 """Our depthwise convolutions against cuDNN, on the layers of EfficientNet-B0 and MobileNetV2: checked, then timed.
 
 Every configuration is compared with cuDNN in f32 before it is timed; times are medians of CUDA graph replays, in turns,
-with the L2 cache flushed. `python bench/kernels_depthwise.py --out FILE.md` on a GPU. Without one: `--compile` compiles
-everything for sm_90 and counts registers and spills; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
+with the L2 cache flushed. `python bench/kernels_depthwise.py --out FILE.md` on a GPU; with `--around` kernels that also
+do what stands around a convolution are compared with one kernel after the other. Without a GPU: `--compile` compiles
+for sm_90 and counts registers and spills; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -29,14 +31,21 @@ import triton
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from wholestep.backends import depthwise as provider  # noqa: E402
+from wholestep.backends.choose import difference, empty, on_cpu, on_gpu  # noqa: E402
+from wholestep.backends.generated import region_of  # noqa: E402
+from wholestep.backends.kernels import Spec  # noqa: E402
+from wholestep.backends.providers import Region, Triton, neutral_inputs, op_by_op  # noqa: E402
 from wholestep.backends.triton import depthwise  # noqa: E402
 from wholestep.backends.triton.depthwise import Config  # noqa: E402
+from wholestep.dialects.step import StepBuilder, torch_dtype  # noqa: E402
+from wholestep.dialects.strides import row_major  # noqa: E402
+from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
+from wholestep.ir.types import BF16, F32, TensorType  # noqa: E402
 
 BATCH = 256
 DTYPE = torch.bfloat16
 PARTS = ("forward", "input_grad", "weight_grad")
-#: forward with scale-shift-SiLU on load and BatchNorm sums on store
-FUSED = "forward, fused"
 #: share of the value that rounding to bf16 may change, and share of the largest value that the order of sums may
 TOLERANCE = (2**-8, 1e-3)
 ROUNDS = 15
@@ -105,8 +114,6 @@ LAYERS = list(dict.fromkeys(layer for layers in NETWORKS.values() for layer in l
 
 
 def candidates(part: str, layer: Layer) -> list[Config]:
-    if part == FUSED:
-        return candidates("forward", layer)[:2]
     return depthwise.configs(part, layer.shape, layer.k, layer.stride, DTYPE)
 
 
@@ -121,23 +128,19 @@ class Tensors:
     x: torch.Tensor
     w: torch.Tensor
     dy: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
 
     @classmethod
     def draw(cls, layer: Layer, device: str) -> Tensors:
-        def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        def normal(*shape: int) -> torch.Tensor:
             if device == "meta":
-                return torch.empty(shape, dtype=dtype, device=device)
-            return torch.randn(shape, device=device, generator=g).to(dtype)
+                return torch.empty(shape, dtype=DTYPE, device=device)
+            return torch.randn(shape, device=device, generator=g).to(DTYPE)
 
         g = None if device == "meta" else torch.Generator(device=device).manual_seed(0)
         last = torch.channels_last
         x = normal(*layer.shape).contiguous(memory_format=last)
         dy = normal(*layer.out_shape).contiguous(memory_format=last)
-        c = layer.channels
-        scale, shift = normal(c, dtype=torch.float32), normal(c, dtype=torch.float32)
-        return cls(layer, x, normal(c, 1, *layer.kernel), dy, scale, shift)
+        return cls(layer, x, normal(layer.channels, 1, *layer.kernel), dy)
 
     def ours(self, part: str, config: Config) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """A call of our kernel, and the tensors it writes its results to."""
@@ -151,26 +154,20 @@ class Tensors:
             partials = torch.empty(shape, dtype=torch.float32, device=self.x.device)
             return lambda: depthwise.weight_grad(self.x, self.dy, dw, partials, **how), [dw]
         y = torch.empty_like(self.dy)
-        if part == "forward":
-            return lambda: depthwise.forward(self.x, self.w, y, **how), [y]
-        sums = torch.empty(depthwise.sums_shape(y.shape, config), dtype=torch.float32, device=self.x.device)
-        how |= dict(scale=self.scale, shift=self.shift, activation="silu", sums=sums)
-        return lambda: depthwise.forward(self.x, self.w, y, **how), [y, sums]
+        return lambda: depthwise.forward(self.x, self.w, y, **how), [y]
 
     def torchs(self, part: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The same by PyTorch, which asks cuDNN; the fused part is the convolution of an activated input."""
+        """The same by PyTorch, which asks cuDNN."""
         x, w, dy = (t.to(dtype) for t in (self.x, self.w, self.dy))
         s, p, c = [self.layer.stride] * 2, [self.layer.pad] * 2, self.layer.channels
-        if part == FUSED:
-            x = torch.nn.functional.silu(x * self.scale.view(-1, 1, 1) + self.shift.view(-1, 1, 1)).to(dtype)
-        if part in ("forward", FUSED):
+        if part == "forward":
             return lambda: torch.ops.aten.convolution(x, w, None, s, p, [1, 1], False, [0, 0], c)
         mask = [part == "input_grad", part == "weight_grad", False]
         backward = torch.ops.aten.convolution_backward
         return lambda: backward(dy, x, w, [0], s, p, [1, 1], False, [0, 0], c, mask)[mask.index(True)]
 
 
-def wrong(part: str, found: list[torch.Tensor], want: torch.Tensor) -> str:
+def wrong(found: list[torch.Tensor], want: torch.Tensor) -> str:
     """How a result differs from the f32 one; "" if only by rounding."""
     got = found[0].float()
     allowed = TOLERANCE[0] * want.abs() + TOLERANCE[1] * want.abs().max()
@@ -179,12 +176,6 @@ def wrong(part: str, found: list[torch.Tensor], want: torch.Tensor) -> str:
     excess = ((got - want).abs() - allowed).max().item()
     if not excess <= 0:
         return f"differs by {(got - want).abs().max().item():.3g}, {excess:.3g} more than allowed"
-    if part == FUSED:
-        sums = found[1].double().sum(0)
-        for which, right in enumerate((got.double().sum((0, 2, 3)), got.double().square().sum((0, 2, 3)))):
-            spread = got.double().abs().pow(which + 1).sum((0, 2, 3))
-            if not bool(((sums[which] - right).abs() <= 1e-4 * spread).all()):
-                return f"sums[:, {which}] differ by {(sums[which] - right).abs().max().item():.3g}"
     return ""
 
 
@@ -241,7 +232,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(jobs: int) -> list[dict[str, Any]]:
-    work = [(p, layer, c) for layer in LAYERS for p in (*PARTS, FUSED) for c in candidates(p, layer)]
+    work = [(p, layer, c) for layer in LAYERS for p in PARTS for c in candidates(p, layer)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         return list(pool.map(compile_for_sm90, *zip(*work, strict=True), chunksize=4))
@@ -256,7 +247,7 @@ def compile_table(rows: list[dict[str, Any]]) -> str:
         "| part | layer | configurations | CPU seconds, each | registers | spilled bytes |",
         "|---|---|---|---|---|---|",
     ]
-    for part in (*PARTS, FUSED):
+    for part in PARTS:
         for layer in LAYERS:
             own = [r for r in rows if (r["part"], r["layer"]) == (part, layer.name)]
             spread = [f"{min(r[k] for r in own):.{d}f} to {max(r[k] for r in own):.{d}f}"
@@ -311,24 +302,23 @@ def measure(layer: Layer, device: str, rounds: int) -> dict[str, Any]:
     tensors = Tensors.draw(layer, device)
     calls: dict[tuple[str, Config | str], Callable[[], Any]] = {}
     faults: dict[str, str] = {}
-    for part in (*PARTS, FUSED):
+    for part in PARTS:
         want = tensors.torchs(part, torch.float32)()
         for config in candidates(part, layer):
             call, results = tensors.ours(part, config)
             for tensor in results:
                 tensor.fill_(float("nan"))
             call()
-            fault = wrong(part, results, want)
+            fault = wrong(results, want)
             if fault:
                 faults[f"{part} {config}"] = fault
             else:
                 calls[part, config] = replayed(call)
         del want
-        if part != FUSED:
-            calls[part, "torch"] = replayed(tensors.torchs(part, DTYPE))
+        calls[part, "torch"] = replayed(tensors.torchs(part, DTYPE))
     times = in_turns(calls, rounds)
     found: dict[str, Any] = {"layer": layer.name, "faults": faults}
-    for part in (*PARTS, FUSED):
+    for part in PARTS:
         own = {config: ms for (p, config), ms in times.items() if p == part and config != "torch"}
         best = min(own, key=lambda config: own[config]) if own else None
         found[part] = {"torch": times.get((part, "torch")), "best": short(best), "ours": own.get(best)}
@@ -351,9 +341,9 @@ def figure(value: float | None) -> str:
 
 
 def table(measured: dict[Layer, dict[str, Any]], networks: dict[str, dict[Layer, int]]) -> str:
-    lines = ["| layer | " + " | ".join(f"{p}: cuDNN | ours | first guess" for p in PARTS) + f" | {FUSED} |"]
-    lines += ["|---" * (2 + 3 * len(PARTS)) + "|"]
-    columns = [(p, kind) for p in PARTS for kind in ("torch", "ours", "first")] + [(FUSED, "ours")]
+    lines = ["| layer | " + " | ".join(f"{p}: cuDNN | ours | first guess" for p in PARTS) + " |"]
+    lines += ["|---" * (1 + 3 * len(PARTS)) + "|"]
+    columns = [(p, kind) for p in PARTS for kind in ("torch", "ours", "first")]
     for layer, found in measured.items():
         lines.append(f"| {layer.name} | " + " | ".join(figure(found[p][kind]) for p, kind in columns) + " |")
     for name, layers in networks.items():
@@ -363,13 +353,122 @@ def table(measured: dict[Layer, dict[str, Any]], networks: dict[str, dict[Layer,
                 terms = [(measured[layer][p][kind], times if weight else 1) for layer, times in layers.items()]
                 sums.append(None if any(ms is None for ms, _ in terms) else sum(ms * times for ms, times in terms))
             lines.append(f"| **{name}, {title}** | " + " | ".join(figure(s) for s in sums) + " |")
-    lines += ["", "Winners (columns x rows of one walk):", "", "| layer | " + " | ".join((*PARTS, FUSED)) + " |"]
-    lines += ["|---" * 5 + "|"]
+    lines += ["", "Winners (columns x rows of one walk):", "", "| layer | " + " | ".join(PARTS) + " |"]
+    lines += ["|---" * 4 + "|"]
     for layer, found in measured.items():
-        lines.append(f"| {layer.name} | " + " | ".join(found[p]["best"] for p in (*PARTS, FUSED)) + " |")
+        lines.append(f"| {layer.name} | " + " | ".join(found[p]["best"] for p in PARTS) + " |")
     faults = [f"- {f['layer']}: {key}: {why}" for f in measured.values() for key, why in f["faults"].items()]
     lines += ["", f"Configurations with wrong results (not timed): {len(faults)}", *faults]
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------ with neighbours
+
+AROUND = ("conv", "conv_weight_grad", "conv_input_grad")
+#: of each, so many ways: the best guess, one kernel after the other, the next guess
+WAYS = 3
+
+
+def region(part: str, layer: Layer, alone: bool = False) -> Region:
+    """As a network has it: BatchNorm and SiLU before the convolution, the sums of BatchNorm after it; in backward the
+    image computed again for the kernel's gradient, and BatchNorm's sums over the gradient of the image."""
+    image, weight, c = layer.shape, (layer.channels, 1, *layer.kernel), layer.channels
+    how: dict[str, Any] = dict(
+        stride=(layer.stride,) * 2, padding=(layer.pad,) * 2, dilation=(1, 1), groups=layer.channels
+    )
+    wide, channels = (0, 2, 3), TensorType((c,), F32)
+    images = [TensorType(image, BF16), TensorType(weight, BF16), TensorType(layer.out_shape, BF16)]
+    function = add_function(module(), "region", [*images, channels, channels, channels, channels])
+    block = function.regions[0].block
+    x, w, dz, *vectors = block.arguments
+    b = StepBuilder(block, phase="forward")
+    mean, rstd, scale, shift = (b.reshape(v, shape=(c, 1, 1)) for v in vectors)
+    normal = b.mul(b.sub(b.cast_to(x, F32), mean), rstd)
+    before = b.cast_to(b.add(b.mul(normal, scale), shift), BF16)
+    y = x if alone else b.silu(before)
+    if part == "conv":
+        results = [b.conv(y, w, **how)]
+        off = b.sub(b.cast_to(results[0], F32), mean)
+        first, second = (b.mean(v, dims=wide) for v in (off, b.mul(off, off)))
+        more = [b.add(vectors[0], first), b.rsqrt(b.add(b.maximum(b.sub(second, b.mul(first, first)), 0.0), 1e-5))]
+    elif part == "conv_weight_grad":
+        results, more = [b.conv_weight_grad(y, dz, weight_shape=weight, **how)], []
+    else:
+        results = [b.conv_input_grad(dz, w, input_shape=image, **how)]
+        grad = b.cast_to(b.silu_grad(results[0], before), F32)
+        more = [b.sum(v, dims=wide) for v in (grad, b.mul(grad, normal))]
+    finish_function(function, results if alone else results + more)
+    for op in reversed([op for op in block if not op.definition.terminator]):
+        if not any(r.uses for r in op.results):
+            op.erase()
+    specs = []
+    for argument in block.arguments:
+        shape = argument.type.shape
+        strides = provider.last(shape) if len(shape) == 4 else row_major(shape)
+        specs.append(Spec(shape, strides, torch_dtype(argument.type.element)))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return region_of(function, None, specs, device)
+
+
+def measure_around(layers: list[Layer]) -> list[dict[str, Any]]:
+    """Every way of every part: compared with ATen, then timed; and the convolution alone."""
+    regions = {(p, layer): region(p, layer) for layer in layers for p in AROUND}
+    offered = {key: Triton().offers(r)[:WAYS] for key, r in regions.items()}
+    plain = {key: Triton().offers(region(*key, alone=True))[0] for key in regions}
+    built = Triton().build([o for key in regions for o in (*offered[key], plain[key])])
+    found = []
+    for (part, layer), r in regions.items():
+        inputs = neutral_inputs(r, False)
+        with torch.no_grad():
+            wanted = op_by_op(r)(*inputs)
+        row: dict[str, Any] = {"part": part, "layer": layer.name, "faults": {}, "around": {}}
+        for offer in offered[part, layer]:
+            run = built[offer.key]
+            if isinstance(run, Exception):
+                row["faults"][offer.name] = str(run)
+                continue
+            tensors = [empty(s, r.device) for s in (*r.results, *offer.scratch)]
+            run(*inputs, *tensors)
+            if why := difference(tensors[: len(wanted)], wanted, True):
+                row["faults"][offer.name] = why
+                continue
+            ms = timed(run, [*inputs, *tensors])
+            if offer.name == "depthwise apart":
+                row["apart"] = ms
+            else:
+                row["around"][offer.name] = ms
+        offer, run = plain[part, layer], built[plain[part, layer].key]
+        if not isinstance(run, Exception):
+            results = [empty(s, r.device) for s in (*region(part, layer, True).results, *offer.scratch)]
+            row["alone"] = timed(run, [*inputs, *results])
+        found.append(row)
+    return found
+
+
+def timed(run: Callable[..., Any], tensors: list[torch.Tensor]) -> float:
+    """Milliseconds, as kernels are timed when a step is compiled."""
+
+    def call() -> None:
+        run(*tensors)
+
+    return 1000 * (on_gpu(call, torch.device("cuda")) if torch.cuda.is_available() else on_cpu(call))
+
+
+def around_table(rows: list[dict[str, Any]], layers: dict[Layer, int]) -> str:
+    lines = ["| part | layer | around | apart | the convolution alone | way |", "|---" * 6 + "|"]
+    sums: dict[str, list[float]] = {p: [0.0, 0.0, 0.0] for p in AROUND}
+    times = {layer.name: count for layer, count in layers.items()}
+    for row in rows:
+        best = min(row["around"], key=row["around"].__getitem__, default=None)
+        figures = [row["around"].get(best), row.get("apart"), row.get("alone")]
+        texts = " | ".join(map(figure, figures))
+        lines.append(f"| {row['part']} | {row['layer']} | {texts} | {best} |")
+        for i, ms in enumerate(figures):
+            sums[row["part"]][i] += times[row["layer"]] * (math.nan if ms is None else ms)
+    for part, total in sums.items():
+        lines.append(f"| {part} | **all layers** | " + " | ".join(map(figure, total)) + " | |")
+    faults = [f"- {r['part']} {r['layer']}: {name}: {why}" for r in rows for name, why in r["faults"].items()]
+    return "\n".join([*lines, "", f"Ways that are wrong or were not built: {len(faults)}", *faults])
 
 
 def main() -> int:
@@ -377,11 +476,18 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, and all figures beside it as .json")
     parser.add_argument("--compile", action="store_true", help="only compile, for sm_90; needs no GPU")
     parser.add_argument("--dry", action="store_true", help="tiny sizes; with TRITON_INTERPRET=1 on any machine")
+    parser.add_argument("--around", action="store_true", help="with neighbours, EfficientNet-B0's layers")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     options = parser.parse_args()
     begin = time.perf_counter()
     figures: Any
-    if options.compile:
+    if options.around:
+        counted = {Layer(8, 6, 3, 1, 2): 1} if options.dry else NETWORKS["EfficientNet-B0"]
+        figures = measure_around(list(counted))
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "A dry run on a CPU: times mean nothing"
+        text = f"{where}; milliseconds; everything took {time.perf_counter() - begin:.0f} s.\n\n"
+        text += around_table(figures, counted)
+    elif options.compile:
         figures = compile_all(options.jobs)
         text = compile_table(figures)
     else:

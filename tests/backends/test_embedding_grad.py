@@ -68,6 +68,29 @@ def test_gradients_of_embeddings_are_regions_of_their_own() -> None:
     assert not taken(tokens=(embedding.MOST_TOKENS + 1,))
     assert not taken(tokens=(0,))
     assert not taken(rows=embedding.MOST_ROWS + 1)
+    assert not taken(rows=1)
+
+
+@pytest.mark.parametrize(
+    "onto, more, yes",
+    [(0, {}, True), (1, {}, False), (0, {"accumulate": False}, False), (0, {"dims": (1,)}, False)],
+)
+def test_rows_added_to_zeros_are_the_same_thing(onto: int, more: dict[str, Any], yes: bool) -> None:
+    function = add_function(module(), "f", [TensorType((5, 7), F32), TensorType((5,), I64)])
+    block = function.regions[0].block
+    b = StepBuilder(block, phase="backward")
+    values, indices = block.arguments
+    if more.get("dims"):
+        values = b.transpose(values, order=(1, 0))
+    table = b.full(onto, (7, 7), F32)
+    grad = b.index_put(table, [indices], values, **{"dims": (0,), "accumulate": True, **more})
+    finish_function(function, [grad])
+    assert Own().takes(grad.op) == yes
+    if yes:
+        found = region(function)
+        assert Own().claims(found) == ""
+        problem = Own().offers(found)[0].made.problem
+        assert problem.from_end and (problem.tokens, problem.rows, problem.columns) == (5, 7, 7)
 
 
 def test_tokens_may_lie_apart_but_evenly() -> None:
@@ -167,16 +190,18 @@ def error(case: tuple[int, int, int, str, str, int, str], config: Config) -> flo
 
 
 class Net(nn.Module):
-    """Two tables that are looked up in columns of one tensor, and one by positions."""
+    """Two tables that are looked up in columns of one tensor, one by positions, one that is indexed from its end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList([nn.Embedding(30, 8), nn.Embedding(5, 8, padding_idx=1)])
         self.places = nn.Embedding(4, 8)
+        self.shifts = nn.Parameter(torch.randn(7, 2, 4))
 
     def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         looked_up = [table(words[:, i]) for i, table in enumerate(self.tables)]
-        return torch.stack([*looked_up, self.places(places).cos().sum(1)], 1).sin().square().mean()
+        shifts = self.shifts[places[:, 0] - 5].flatten(1)
+        return torch.stack([*looked_up, shifts, self.places(places).cos().sum(1)], 1).sin().square().mean()
 
 
 def child() -> None:
@@ -234,6 +259,6 @@ def test_rows_are_the_sums_of_their_tokens(answer: dict[str, Any]) -> None:
 
 
 def test_a_step_runs_its_gradients_of_embeddings_and_learns_as_eager_does(answer: dict[str, Any]) -> None:
-    assert answer["used"] == 3
+    assert answer["used"] == 4
     assert answer["losses"][1] == pytest.approx(answer["losses"][0], rel=1e-5)
     assert answer["worst"] < 1e-5

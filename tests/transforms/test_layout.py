@@ -112,17 +112,41 @@ def volume() -> nn.Module:
     )
 
 
+class Gated(nn.Module):
+    """As in WaveNet: a dilated causal convolution, its gate, and a way past both."""
+
+    def __init__(self, width: int, dilation: int):
+        super().__init__()
+        self.past = (dilation, 0)
+        self.both = nn.Conv1d(width, 2 * width, 2, dilation=dilation, bias=False)
+        self.norm = nn.BatchNorm1d(2 * width)
+        self.out = nn.Conv1d(width, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        filtered, gate = self.norm(self.both(nn.functional.pad(x, self.past))).chunk(2, dim=1)
+        return x + self.out(torch.tanh(filtered) * torch.sigmoid(gate))
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 8, 3, padding=1), Gated(8, 1), Gated(8, 4), nn.Conv1d(8, 6, 4, 2, groups=2),
+        nn.ConvTranspose1d(6, 4, 3, 2, output_padding=1),
+    )  # fmt: skip
+
+
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target.float().view(-1, *[1] * (output.dim() - 1))).pow(2).mean()
 
 
 IMAGES = {"resnet": resnet, "mobilenet": mobilenet, "unet": UNet, "convnext": convnext}
-MODELS = {**IMAGES, "volume": volume}
+MODELS = {**IMAGES, "volume": volume, "sequence": sequence}
+SHAPES = {"volume": (4, 2, 8, 8, 8), "sequence": (4, 3, 24)}
 
 
 def batch(name: str = "resnet", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (4, 2, 8, 8, 8) if name == "volume" else (4, 3, 32, 32)
-    return data(*shape, seed=seed), torch.randint(0, 5, (4,), generator=torch.Generator().manual_seed(seed))
+    return data(*SHAPES.get(name, (4, 3, 32, 32)), seed=seed), torch.randint(
+        0, 5, (4,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def loss_of(name: str) -> Any:
@@ -160,7 +184,7 @@ def rows_read_by_convolutions(plan: Plan) -> list[str]:
         if launch.name.startswith("step.conv"):
             for buffer in (plan.buffers[n] for n in launch.reads):
                 shape = buffer.type.shape
-                if len(shape) < 4 or not layout.differ(shape, tuple(range(len(shape))), channels_last(len(shape))):
+                if len(shape) < 3 or not layout.differ(shape, tuple(range(len(shape))), channels_last(len(shape))):
                     continue
                 order = channels_last(len(shape))
                 if sorted(range(len(shape)), key=lambda d, s=buffer.strides: -s[d]) != list(order):
@@ -190,7 +214,10 @@ def copies_predicted(case: Case) -> Counter[str]:
     kernels = [
         v.type.shape
         for v, slot in zip(case.program.function.regions[0].block.arguments, case.program.slots, strict=True)
-        if slot.kind == "parameter" and v.type.rank in (4, 5) and slot.type.shape[1] > 1 and max(v.type.shape[2:]) > 1
+        if slot.kind == "parameter"
+        and v.type.rank in (3, 4, 5)
+        and slot.type.shape[1] > 1
+        and max(v.type.shape[2:]) > 1
     ]
     return Counter({"forward": len(kernels), "update": len(kernels)})
 
@@ -203,6 +230,7 @@ def copies_predicted(case: Case) -> Counter[str]:
         ("unet", {"backward": 1}),  # so is that of a mean over images, the loss
         ("convnext", {"backward": 1}),
         ("volume", {"backward": 1}),
+        ("sequence", {"forward": 2, "backward": 2}),  # and padding and the gradients of halves, which write row by row
     ],
 )
 def test_copies_are_where_they_are_predicted(name: str, more: dict[str, int]) -> None:
@@ -211,7 +239,7 @@ def test_copies_are_where_they_are_predicted(name: str, more: dict[str, int]) ->
     plan, _ = planned(case)
     found = Counter(p.phase for p in plan.launches if p.name == "step.layout")
     assert found == copies_predicted(case) + Counter(more)
-    images = [i for i, slot in enumerate(case.program.slots) if slot.kind == "batch" and len(slot.type.shape) > 3]
+    images = [i for i, slot in enumerate(case.program.slots) if slot.kind == "batch" and len(slot.type.shape) > 2]
     assert set(own_strides(case.program.function)) == set(images)
 
 
@@ -237,6 +265,7 @@ def test_in_low_precision_neither_kernels_nor_their_gradients_are_copied(name: s
         ("resnet", {}),
         ("mobilenet", {}),
         ("unet", {}),
+        ("sequence", {}),
         ("resnet", {"accumulate": 2}),
         ("unet", {"clip_norm": 0.5, "precision": "bf16"}),
     ],
@@ -352,13 +381,22 @@ def found(root: Op) -> list[Opportunity]:
     return ChannelsLast().find(root)
 
 
-def test_sequences_have_no_such_layout() -> None:
+def test_sequences_become_images_of_one_row() -> None:
     root, b, (x, w), function = program((2, 8, 20), (4, 8, 3))
     finish_function(function, [b.conv(x, w, None, **window(1))])
-    (opportunity,) = found(root)
-    assert "rank 3" in opportunity.why_not
-    with pytest.raises(InputError, match="rank 3"):
-        transform(root, force=FORCE)
+    tensors = [data(2, 8, 20), data(4, 8, 3, seed=1)]
+    (before,) = Executable(function, "cpu")(tensors)
+    transform(root, force=FORCE)
+    verify(root)
+    (conv,) = [op for op in function.regions[0].block if op.name == "step.conv"]
+    assert (conv.x.type.shape, conv.w.type.shape, conv.padding) == ((2, 8, 1, 20), (4, 8, 1, 3), (0, 1))
+    torch.testing.assert_close(Executable(function, "cpu")(tensors)[0], before, rtol=1e-5, atol=1e-6)
+
+
+def test_depthwise_convolutions_of_sequences_ask_for_nothing() -> None:
+    root, b, (x, w), function = program((2, 8, 20), (8, 1, 3))
+    finish_function(function, [b.conv(x, w, None, groups=8, **window(1))])
+    assert found(root)[0].why_not == "its convolutions run as well row by row"
 
 
 def test_double_precision_is_left_alone() -> None:

@@ -1,7 +1,8 @@
 """The gradient of an embedding by kernels of our own (`triton/embedding.py`), as a template of the provider `triton`.
 
-It is a region of its own. Every token is compared with every other, so there may not be too many of them; then ATen's
-sort is better. Sizes are constants of the kernels, which are compiled and launched as those of `depthwise.py` are.
+It is a region of its own, and so is that of `table[indices]`: rows added to zeros. Every token is compared with every
+other, so there may not be too many of them; then ATen's sort is better. Sizes are constants of the kernels, which are
+compiled and launched as those of `depthwise.py` are.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ..dialects.step.base import torch_dtype
-from ..dialects.step.indexing import EmbeddingGrad
+from ..dialects.step.base import constant_value, torch_dtype
+from ..dialects.step.indexing import EmbeddingGrad, IndexPut
 from ..dialects.strides import Strides, reshaped, row_major, same_places, view_of
 from ..errors import InputError
 from ..ir.core import Op, Value
@@ -33,6 +35,8 @@ MOST_ROWS = (1 << 24) - 2
 SUMMED, SUMMED_COLUMNS = 32, 64
 #: indices that a program collects, and rows whose start it looks for
 COLLECTED, SEARCHED = 256, 256
+#: the kernel that reads indices one by one, wherever they start: a column of a tensor, often
+COLLECT = "collect_kernel"
 #: Triton's names of pointers
 POINTERS = {**depthwise.POINTERS, torch.int64: "*i64", torch.int32: "*i32"}
 
@@ -70,6 +74,8 @@ class Problem:
     steps: tuple[int, int, int]
     dtype: torch.dtype
     index: torch.dtype
+    #: whether negative indices count from the end of the table
+    from_end: bool = False
 
     @property
     def apart(self) -> bool:
@@ -77,18 +83,46 @@ class Problem:
         return self.steps[2] != 1
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What an op sums: rows of dy, at the places that indices name in a table of zeros."""
+
+    dy: Value
+    indices: Value
+    rows: int
+    padding: int
+    from_end: bool
+
+    @property
+    def columns(self) -> int:
+        return self.dy.type.size // max(1, self.indices.type.size)
+
+
+def sums_of(op: Op) -> Sums | None:
+    """An op as sums of rows; None where it is something else."""
+    if op.definition is EmbeddingGrad:
+        return Sums(op.dy, op.indices, op.rows, op.padding_idx, False)
+    if op.definition is not IndexPut or not op.accumulate or tuple(op.dims) != (0,) or constant_value(op.x) != 0:
+        return None
+    (indices,) = op.indices
+    if op.values.type.shape != (*indices.type.shape, *op.x.type.shape[1:]):
+        return None
+    return Sums(op.values, indices, op.x.type.shape[0], -1, True)
+
+
 def takes(op: Op) -> bool:
-    """Whether the op is to be a region of its own."""
-    if op.definition is not EmbeddingGrad or torch_dtype(op.dy.type.element) not in depthwise.POINTERS:
+    """Whether the op is to be a region of its own. (A table of one row is not: operands to try it with have two.)"""
+    sums = sums_of(op)
+    if sums is None or torch_dtype(sums.dy.type.element) not in depthwise.POINTERS:
         return False
-    if torch_dtype(op.indices.type.element) not in (torch.int64, torch.int32) or op.dweight.type.rank != 2:
+    if torch_dtype(sums.indices.type.element) not in (torch.int64, torch.int32) or not sums.dy.type.size:
         return False
-    return 1 <= op.indices.type.size <= MOST_TOKENS and op.rows <= MOST_ROWS and op.dweight.type.size > 0
+    return sums.indices.type.size <= MOST_TOKENS and 2 <= sums.rows <= MOST_ROWS
 
 
-def gradient(region: Region) -> Op:
+def taken(region: Region) -> Op:
     """The op of a region that is taken."""
-    return next(op for op in region.ops if op.definition is EmbeddingGrad)
+    return next(op for op in region.ops if takes(op))
 
 
 def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, Strides] | None:
@@ -115,15 +149,16 @@ def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, 
 
 def problem_of(region: Region) -> tuple[Problem, tuple[int, int, int]] | None:
     """What is to be done, and the places of its tensors; None where tokens do not lie at even distances."""
-    op = gradient(region)
-    tokens, (rows, columns) = op.indices.type.size, op.dweight.type.shape
-    dy, indices = seen_as(op.dy, (tokens, columns), region), seen_as(op.indices, (tokens,), region)
+    sums = sums_of(taken(region))
+    assert sums is not None
+    tokens, columns = sums.indices.type.size, sums.columns
+    dy, indices = seen_as(sums.dy, (tokens, columns), region), seen_as(sums.indices, (tokens,), region)
     if dy is None or indices is None:
         return None
-    dtype, index = torch_dtype(op.dy.type.element), torch_dtype(op.indices.type.element)
+    dtype, index = torch_dtype(sums.dy.type.element), torch_dtype(sums.indices.type.element)
     steps = (*dy[1], *indices[1])
     assert len(steps) == 3
-    problem = Problem(tokens, rows, columns, op.padding_idx, steps, dtype, index)
+    problem = Problem(tokens, sums.rows, columns, sums.padding, steps, dtype, index, sums.from_end)
     return problem, (dy[0], indices[0], len(region.operands))
 
 
@@ -131,7 +166,7 @@ def why_not(region: Region) -> str:
     """Empty where the kernels can run a region whose op they take, else why they cannot."""
     last = region.body.regions[0].block.last
     assert last is not None
-    if list(last.operands) != [gradient(region).dweight]:
+    if list(last.operands) != list(taken(region).results):
         return "the gradient of an embedding together with something else"
     if problem_of(region) is None:
         return "the gradient of an embedding whose tokens do not lie at even distances in memory"
@@ -171,6 +206,9 @@ class Function(depthwise.Function):
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
         return f"{sources()}\n\n@triton.jit\ndef main({names}):\n    {self.kernel}({names}, {constants})\n"
 
+    def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
+        return super().job(capability, aligned and self.kernel != COLLECT)
+
 
 @functools.cache
 def sources() -> str:
@@ -199,10 +237,10 @@ class Way:
         if p.apart:
             given = {"INDEX_STEP": p.steps[2], "TOKENS": p.tokens, "BLOCK": COLLECTED}
             blocks = up(p.tokens, COLLECTED)
-            found.append(Function("collect_kernel", "", given, (indices, near), (index, whole), (blocks, 1), 4))
+            found.append(Function(COLLECT, "", given, (indices, near), (index, whole), (blocks, 1), 4))
             indices, index = near, whole
         sizes = {"TOKENS": p.tokens, "ROWS": p.rows}
-        given = {**sizes, "OWN": c.own, "OTHERS": c.others}
+        given = {**sizes, "FROM_END": p.from_end, "OWN": c.own, "OTHERS": c.others}
         sorting, grid = ((indices, order, named), (index, whole, whole)), (up(p.tokens, c.own), 1)
         found.append(Function("sort_kernel", "", given, *sorting, grid, 4))
 
@@ -246,7 +284,7 @@ def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, 
     major, minor = torch.cuda.get_device_capability()
     capability = 10 * major + minor
     refused = depthwise.compile_for(offers, capability, report)
-    return {o.key: refused.get(o.key) or depthwise.loaded(o.made, capability) for o in offers}
+    return {o.key: refused.get(o.key) or loaded(o.made, capability) for o in offers}
 
 
 def interpreted(way: Way) -> Launcher:
@@ -262,3 +300,47 @@ def interpreted(way: Way) -> Launcher:
             main[function.grid](*(tensors[i] for i in function.tensors))
 
     return run
+
+
+def loaded(way: Way, capability: int) -> Launcher | Exception:
+    try:
+        return Launch(way, capability)
+    except Exception as error:  # a driver or the C compiler of the launcher: this way is out, others go on
+        return error
+
+
+class Launch:
+    """Launches the kernels of a way on torch's current stream. It allocates nothing.
+
+    Each kernel asks for itself whether its tensors start at multiples of 16 bytes: that of some is no loss to others.
+    """
+
+    def __init__(self, way: Way, capability: int):
+        from triton.runtime import driver
+
+        self.capability = capability
+        self.device = driver.active.get_current_device()
+        self.stream = driver.active.get_current_stream
+        self.functions = [(f, {True: self.load(f, True)}) for f in way.functions]
+
+    def load(self, function: Function, aligned: bool) -> tuple[Any, Any, Any]:
+        from triton import knobs
+
+        from .triton.compiling import triton_cache
+        from .triton.worker import compiled
+
+        with knobs.cache.scope():  # the user's own kernels keep their cache
+            knobs.cache.dir = str(triton_cache())
+            kernel = compiled(function.job(self.capability, aligned))
+            run = kernel.run  # loads the kernel
+        return run, kernel.function, kernel.packed_metadata
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        stream = self.stream(self.device)
+        for function, variants in self.functions:
+            pointers = [tensors[i].data_ptr() for i in function.tensors]
+            aligned = function.kernel == COLLECT or not any(p & 15 for p in pointers)
+            if aligned not in variants:  # compiled when they are first seen
+                variants[aligned] = self.load(function, aligned)
+            run, kernel, metadata = variants[aligned]
+            run(*function.grid, 1, stream, kernel, metadata, None, None, None, *pointers)

@@ -16,7 +16,7 @@ from onnx import defs
 from .errors import OnnxFileError, OnnxGraphError, OnnxUnsupportedError
 from .tensors import read_tensor
 
-OLDEST_OPSET = 7
+OLDEST_OPSET = 1
 #: the largest file: protobuf, and so ONNX, has no larger ones
 MAX_FILE = (1 << 31) - 1
 
@@ -36,7 +36,7 @@ class Model:
     @property
     def inputs(self) -> list[Any]:
         """The inputs of the graph that are no initializers (old files list those among the inputs)."""
-        return [i for i in self.proto.graph.input if i.name not in self.initializers]
+        return [i for i in self.proto.graph.input if i.name not in self.kinds]
 
 
 def read(source: Any, folder: str | os.PathLike[str] | None = None) -> Model:

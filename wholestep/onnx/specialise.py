@@ -89,7 +89,7 @@ class Specialised:
         seen = {storage(t) for t in (*tensors, *(t for _, t in executable.fixed))}
         out = []
         for tensor in executable(tensors):
-            if storage(tensor) in seen or not tensor.is_contiguous():
+            if storage(tensor) in seen or not tensor.is_contiguous() or not tensor.numel():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             seen.add(storage(tensor))
             out.append(tensor)
@@ -210,7 +210,8 @@ class Graph:
             return tuple(self.describe(name, part) for part in item)
         value = None
         if name in self.frozen:
-            value = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            flat = item.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+            value = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return Given(tuple(item.shape), item.dtype, value)
 
     def make(self, items: Sequence[Any], training: bool | None) -> Specialised:
@@ -220,18 +221,19 @@ class Graph:
         named: dict[str, Item] = {}
         count = 0
 
-        def item_of(x: Any, name: str, declared: Any) -> Item:
+        def item_of(x: Any, name: str, declared: Any, sizes: dict[str, tuple[int, str]]) -> Item:
             nonlocal count
             if x is None:
                 if declared.WhichOneof("value") != "optional_type":
                     raise OnnxError(f"input {name} is None, but it is not optional")
                 return None
             if declared.WhichOneof("value") == "optional_type":
-                return item_of(x, name, declared.optional_type.elem_type)
+                return item_of(x, name, declared.optional_type.elem_type, sizes)
             if isinstance(x, list | tuple):
                 if declared.WhichOneof("value") != "sequence_type":
                     raise OnnxError(f"input {name} is a list, but must be a tensor")
-                return Items(item_of(part, name, declared.sequence_type.elem_type) for part in x)
+                # the parts of a sequence may differ in size
+                return Items(item_of(part, name, declared.sequence_type.elem_type, dict(sizes)) for part in x)
             if declared.WhichOneof("value") != "tensor_type":
                 raise OnnxUnsupportedError(f"input {name} is neither a tensor nor a sequence of tensors")
             kind = check_tensor(x, name, declared.tensor_type, sizes)
@@ -245,7 +247,7 @@ class Graph:
             return Tensor(program, kind, value=value, origin=origin)
 
         for declared, x in zip(self.model.inputs, items, strict=True):
-            named[declared.name] = item_of(x, declared.name, declared.type)
+            named[declared.name] = item_of(x, declared.name, declared.type, sizes)
         for name in self.state:
             kind = self.model.kinds[name]
             named[name] = Tensor(program, kind, state=(name, self.state_types[name]))

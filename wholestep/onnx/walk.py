@@ -167,6 +167,8 @@ class Walk:
         given = {a.name: a for a in function.attribute_proto} | attributes
         scope = Scope(attributes=given)
         scope.opsets = opset_versions(function.opset_import) or self.scope.opsets
+        if "" not in scope.opsets:  # ONNX's own functions in other domains do not always say it
+            scope.opsets = {"": defs.onnx_opset_version()} | scope.opsets
         for index, name in enumerate(function.input):
             scope.define(name, inputs[index] if index < len(inputs) else None, where)
         with self.inner(scope, key):
@@ -450,7 +452,8 @@ def check_inputs(schema: Schema, inputs: Sequence[Item], where: str) -> dict[str
     for index, item in enumerate(inputs):
         formal = schema.inputs[min(index, len(schema.inputs) - 1)]
         if item is None:
-            if formal.option == defs.OpSchema.FormalParameterOption.Single and "optional" not in str(formal.types):
+            option = defs.OpSchema.FormalParameterOption
+            if formal.option in (option.Single, option.Variadic) and "optional" not in str(formal.types):
                 raise OnnxGraphError(f"{where}: its input {formal.name} is missing")
             continue
         letter = formal.type_str

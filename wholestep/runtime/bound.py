@@ -36,7 +36,7 @@ from ..errors import WholestepError
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan
 from ..plan.planner import Planned
-from ..torch_private import without_detour
+from ..torch_private import foreach_copy, without_detour
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -75,11 +75,15 @@ class Made:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         made = self.call(*args, **kwargs)
+        outs: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for out, value in zip(self.outs, made if isinstance(made, list | tuple) else (made,), strict=True):
             if out is not None and value is not None:
                 if out.shape != value.shape:
                     raise WholestepError(f"{self.call} gives {list(value.shape)} where {list(out.shape)} was planned")
-                out.copy_(value)
+                outs.append(out)
+                values.append(value)
+        foreach_copy(outs, values)
 
 
 class Choice:

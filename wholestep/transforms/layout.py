@@ -1,4 +1,4 @@
-"""`channels_last`: decides how every image, volume and sequence of a step lies in memory, forward and backward together.
+"""`channels_last`: decides how every image, volume and sequence lies in memory, forward and backward together.
 
 Each value has one of two labels: row by row, or with channels as neighbours. Kernels write as they read, a convolution
 that is not given channels-last converts its tensors by itself, and a change of layout between two ops is a copy. The
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..dialects.step import StepBuilder
-from ..dialects.step.convolution import Conv, ConvInputGrad, ConvolutionLike, options
+from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.step.layout import Layout, inverse
 from ..dialects.step.optimizers import OptimizerUpdate
 from ..dialects.step.reductions import Reduction
@@ -29,6 +29,9 @@ ROWS, LAST = 0, 1
 SOURCE, SINK = 0, 1
 #: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images
 FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
+#: ... sequences only as images of one row, as convolutions do; their window along that row
+FOLLOW_ROWS = frozenset({"step.batch_norm", "step.batch_norm_grad"})
+ROW = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad"})
 FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive_avg_pool"}) | {
     "step.adaptive_avg_pool_grad",
@@ -46,8 +49,9 @@ class Preference:
     """What a convolution costs more without channels-last, as a share of copying all its tensors once.
 
     1 is what a library pays that converts them by itself, as cuDNN does for its tensor-core kernels; our kernels for
-    depthwise convolutions take channels-last alone (those of sequences run as well without). `launch` is what one more kernel costs beside its bytes, in bytes:
-    by default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as machine/h200.json has them.
+    depthwise convolutions take channels-last alone (those of sequences run as well without). `launch` is what one more
+    kernel costs beside its bytes, in bytes: by default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as
+    machine/h200.json has them.
     """
 
     convolution: float = 1.0
@@ -88,7 +92,9 @@ class ChannelsLast(Transformation):
             taken = [op for op in convolutions if decision.label(op) == LAST]
             change = Change(bytes=decision.moved(decision.side) - decision.moved([False] * len(decision.side)))
             reason = "" if taken else decision.why_not()
-            found.append(Opportunity(self.name, names[(taken or convolutions)[0]], Change() if reason else change, reason))
+            found.append(
+                Opportunity(self.name, names[(taken or convolutions)[0]], Change() if reason else change, reason)
+            )
         return found
 
     def apply(self, op: Op) -> None:
@@ -366,8 +372,12 @@ class Decision:
                 new[value] = made[value, order]
             op.set_operands([new.get(v, v) for v in op.operands])
         for op in list(self.function.regions[0].block):
-            if is_convolution(op) and not is_wide(op) and self.label(op) == LAST:
-                as_image(op)
+            if (
+                self.label(op) == LAST
+                and op.operands[0].type.rank == 3
+                and (is_convolution(op) or op.name in FOLLOW_ROWS)
+            ):
+                as_images(op)
 
 
 def conversion(value: Value) -> int:
@@ -388,25 +398,26 @@ def laid_out(value: Value, order: Order, reader: Op) -> Value:
     return StepBuilder(reader.parent, reader, reader.loc, reader.phase).layout(value, order=order)
 
 
-def as_image(op: Op) -> None:
-    """Makes a convolution of sequences, or a gradient of one, that of images of one row. They lie in the same memory."""
+def as_images(op: Op) -> None:
+    """Has an op on sequences work on images of one row. They lie in the same memory."""
     assert op.parent is not None
     b = StepBuilder(op.parent, op, op.loc, op.phase)
 
     def row(shape: Sequence[int]) -> tuple[int, ...]:
         return (*shape[:2], 1, *shape[2:])
 
-    window = options(op)
-    for name, along in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
-        window[name] = (along, *window[name]) if window[name] else ()
-    lhs, rhs = (b.reshape(v, shape=row(v.type.shape)) for v in op.operands[:2])
-    if op.definition is Conv:
-        made = b.conv(lhs, rhs, op.bias, **window)
-    elif op.definition is ConvInputGrad:
-        made = b.conv_input_grad(lhs, rhs, input_shape=row(op.input_shape), **window)
-    else:
-        made = b.conv_weight_grad(lhs, rhs, weight_shape=row(op.weight_shape), **window)
-    op.result.replace_by(b.reshape(made, shape=op.result.type.shape))
+    given = [getattr(op, field.name) for field in op.definition.operand_fields]
+    operands = [v if v is None or v.type.rank != 3 else b.reshape(v, shape=row(v.type.shape)) for v in given]
+    attributes = {name: op.attributes[name] for name in op.definition.attribute_fields if name in op.attributes}
+    for name, along in ROW.items():
+        if attributes.get(name):
+            attributes[name] = (along, *attributes[name])
+    for name in ("input_shape", "weight_shape"):
+        if name in attributes:
+            attributes[name] = row(attributes[name])
+    made = op.definition.build(b, *operands, **attributes)
+    for old, new in zip(op.results, made.results, strict=True):
+        old.replace_by(b.reshape(new, shape=old.type.shape) if old.type.rank == 3 else new)
     op.erase()
 
 

@@ -28,8 +28,13 @@ def read(indices, at, TOKENS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def row_of(index, ROWS: tl.constexpr):
-    """The row that an index names, as an f32 number: -1 or ROWS + 1 where the table has no such row."""
+def row_of(index, ROWS: tl.constexpr, FROM_END: tl.constexpr):
+    """The row that an index names, as an f32 number: -1 or ROWS + 1 where the table has no such row.
+
+    FROM_END: negative ones count from the end.
+    """
+    if FROM_END:
+        index = tl.where(index < 0, index + ROWS, index)
     return tl.minimum(tl.maximum(index.to(tl.int32), -1), ROWS + 1).to(tl.float32)
 
 
@@ -40,22 +45,22 @@ def are_below(rows, limits):
 
 
 @triton.jit
-def sort_kernel(indices, order, named, TOKENS: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
-                OTHERS: tl.constexpr):  # fmt: skip
+def sort_kernel(indices, order, named, TOKENS: tl.constexpr, ROWS: tl.constexpr, FROM_END: tl.constexpr,
+                OWN: tl.constexpr, OTHERS: tl.constexpr):  # fmt: skip
     """Compares OWN tokens with all others, OTHERS at a time. Of equal tokens the earlier comes first."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    row = row_of(read(indices, own, TOKENS, ROWS), ROWS)
+    row = row_of(read(indices, own, TOKENS, ROWS), ROWS, FROM_END)
     here = tl.program_id(0) * OWN // OTHERS * OTHERS
     others = tl.arange(0, OTHERS)
     count = tl.zeros((OWN, OTHERS), tl.float32)
     ahead = read(indices, others, TOKENS, ROWS)
     for begin in range(0, here, OTHERS):
-        count += are_below(row_of(ahead, ROWS), row + 1)
+        count += are_below(row_of(ahead, ROWS, FROM_END), row + 1)
         ahead = read(indices, begin + OTHERS + others, TOKENS, ROWS)
     for begin in range(here, TOKENS, OTHERS):
-        count += are_below(row_of(ahead, ROWS), row)
+        count += are_below(row_of(ahead, ROWS, FROM_END), row)
         ahead = read(indices, begin + OTHERS + others, TOKENS, ROWS)
-    theirs = row_of(read(indices, here + others, TOKENS, ROWS), ROWS)
+    theirs = row_of(read(indices, here + others, TOKENS, ROWS), ROWS, FROM_END)
     count += ((here + others)[None, :] < own[:, None]) & (theirs[None, :] == row[:, None])
     place = tl.sum(count, axis=1).to(tl.int32)
     tl.store(order + place, own, mask=own < TOKENS)

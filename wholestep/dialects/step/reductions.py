@@ -116,7 +116,7 @@ class Mean(Reduction):
     @staticmethod
     def derivative(b, op, dy):
         count = max(1, op.x.type.size) // max(1, op.y.type.size)
-        return [b.div(b.broadcast_to(restore(b, dy, op), op.x.type.shape), float(count))]
+        return [b.broadcast_to(b.div(restore(b, dy, op), float(count)), op.x.type.shape)]
 
     @staticmethod
     def expand(b, op):

@@ -334,7 +334,11 @@ class Pad(Shape):
 
     @staticmethod
     def derivative(b, op, dy):
-        return [b.pad(dy, low=tuple(-w for w in op.low), high=tuple(-w for w in op.high), value=0.0)]
+        if min((*op.low, *op.high), default=0) < 0:
+            return [b.pad(dy, low=tuple(-w for w in op.low), high=tuple(-w for w in op.high), value=0.0)]
+        for dim, (low, n, full) in enumerate(zip(op.low, op.x.type.shape, dy.type.shape, strict=True)):
+            dy = b.slice(dy, dim=dim, start=low, end=low + n) if n != full else dy  # a view
+        return [dy]
 
     @staticmethod
     def roles(op):

@@ -114,8 +114,8 @@ def coordinates(c: Context, axis: Axis, how: str) -> torch.Tensor:
     """Where each element of the result lies in the input."""
     limited(c, axis.result, LONGEST)
     place, n, m, s = torch.arange(axis.result, dtype=torch.float64), axis.size, axis.result, axis.scale
-    length = s * n
-    if how == "half_pixel" or (how == "pytorch_half_pixel" and length != 1):
+    length = s * n  # a fraction where the scale does not give a whole number: so the official cases have it
+    if how == "half_pixel" or (how == "pytorch_half_pixel" and m > 1):
         return (place + 0.5) / s - 0.5
     if how == "pytorch_half_pixel":
         return torch.zeros_like(place)
