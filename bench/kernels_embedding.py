@@ -52,8 +52,9 @@ class Table:
 
     @property
     def problem(self) -> Problem:
-        steps = self.columns * self.apart, 1, self.apart
-        return Problem(self.tokens, self.rows, self.columns, -1, steps, self.dtype, torch.int64)
+        t, step = self.tokens, self.columns * self.apart
+        walks = (t, t * step, step), 1, (t, t * self.apart, self.apart)
+        return Problem(t, self.rows, self.columns, -1, *walks, self.dtype, torch.int64)
 
     @property
     def bytes(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from wholestep.backends import depthwise
@@ -27,6 +28,7 @@ from wholestep.dialects.strides import row_major
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op
 from wholestep.ir.types import BF16, F32, F64, ScalarType, TensorType
+from wholestep.transforms import again, regions
 
 pytest.importorskip("triton")
 
@@ -138,9 +140,6 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch) -> 
 # ---- with neighbours -------------------------------------------------------------------------------------------------
 
 
-ACTIVATIONS = ("silu", "relu", "relu6", "none")
-
-
 def around(part: str, activation: str, element: ScalarType, k: int = 3, stride: int = 1) -> Op:
     """A convolution between BatchNorms, or a gradient of it with what backward does beside it."""
     image, weight, padding = (2, 4, 5, 6), (4, 1, k, k), k // 2
@@ -149,7 +148,7 @@ def around(part: str, activation: str, element: ScalarType, k: int = 3, stride: 
     shapes = [image, weight, (2, 4, *size)]
     types = [TensorType(s, element) for s in shapes] + [TensorType((4,), F32)] * 4
     function = add_function(module(), "f", types)
-    x, w, dz, *vectors = block_arguments = function.regions[0].block.arguments
+    x, w, dz, *vectors = function.regions[0].block.arguments
     b = StepBuilder(function.regions[0].block, phase="forward")
     mean, rstd, scale, shift = (b.reshape(v, shape=(4, 1, 1)) for v in vectors)
     normal = b.mul(b.sub(b.cast_to(x, F32), mean), rstd)
@@ -170,7 +169,6 @@ def around(part: str, activation: str, element: ScalarType, k: int = 3, stride: 
         before = b.cast_to(b.silu_grad(dy, y) if activation == "silu" else b.mul(dy, y), F32)
         sums = [b.sum(v, dims=(0, 2, 3)) for v in (before, b.mul(before, normal))]
         results = [dy, *sums, b.div(sums[0], 60.0)]
-    assert len(block_arguments) == 7
     return finish_function(function, results)
 
 
@@ -213,10 +211,10 @@ def test_a_region_that_is_not_loops_around_a_convolution_is_refused() -> None:
     assert "no number per channel" in Triton().claims(laid(function))
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_kernels_with_neighbours_compile_for_a_gpu(part: str, tmp_path, monkeypatch) -> None:
+def test_kernels_with_neighbours_compile_for_a_gpu(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
-    assert depthwise.compile_for(Triton().offers(laid(pruned(around(part, "silu", BF16))))[:1], 90) == {}
+    offers = [Triton().offers(laid(pruned(around(part, "silu", BF16))))[0] for part in PARTS]
+    assert depthwise.compile_for(offers, 90) == {}
 
 
 # ---- in Triton's interpreter -----------------------------------------------------------------------------------------
@@ -227,14 +225,17 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False)
         self.second = nn.Conv2d(6, 6, 3, 2, 1, groups=6, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(6), nn.BatchNorm2d(6)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))
+        return self.norms[1](self.second(F.silu(self.norms[0](self.first(x))))).sigmoid()
 
 
 def child() -> None:
-    """Every offer of every part against ATen, then a step with the first offers."""
+    """Every offer of every part against ATen, then a step with the first offers, where nothing is too small."""
     import wholestep as ws
+
+    again.LEAST, regions.STREWN_ROW = 0, 16
 
     class Interpreted(Triton):
         name, devices = "interpreted", ("cpu",)
@@ -264,37 +265,36 @@ def child() -> None:
             step = ws.compile(
                 model, lambda m, x: m(x).square().mean(), optimizer, (x,), providers=["aten", "interpreted"], tune=False
             )
-            losses.append([float(step(x)) for _ in range(2)])
+            losses.append([float(step(x))])
             names = [c.offer for c in step.choices.known.values() if c.provider == "interpreted"]
-            answer["used"] = sum(n.startswith("depthwise") for n in names)
+            answer["used"] = sorted(n.endswith("around") for n in names if n.startswith("depthwise"))
         else:
-            losses.append([])
-            for _ in range(2):
-                loss = model(x).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses[0].append(float(loss))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append([float(loss.detach())])
         models.append(model)
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    states = [[*m.parameters(), *(v for v in m.buffers() if v.is_floating_point())] for m in models]
+    pairs = zip(*states, strict=True)
     answer["losses"] = losses
     answer["worst"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
     print(json.dumps(answer))
 
 
-#: part, activation, type, kernel, stride: every value of each, and every configuration of the first
+#: part, activation, type, kernel, stride
 CASES = [
     ("conv", "silu", BF16, 3, 1),
     ("conv", "relu6", F32, 5, 2),
     ("conv", "none", F32, 3, 2),
-    ("conv", "relu", BF16, 5, 1),
     ("conv_weight_grad", "silu", BF16, 5, 2),
     ("conv_weight_grad", "relu", F32, 3, 1),
-    ("conv_weight_grad", "relu6", BF16, 3, 2),
-    ("conv_input_grad", "silu", F32, 3, 2),
     ("conv_input_grad", "silu", BF16, 5, 1),
-    ("conv_input_grad", "none", F32, 5, 2),
-]  # fmt: skip
+    ("conv_input_grad", "silu", F32, 3, 2),
+]
+
+
+#: how many ways of a case are run, the second with kernels apart; of the others one
+WAYS = {0: 4, 3: 2, 5: 2}
 
 
 def check_around() -> Iterator[tuple[str, float]]:
@@ -302,7 +302,7 @@ def check_around() -> Iterator[tuple[str, float]]:
     depthwise.MANY, depthwise.CHUNK = 4, 3  # so that partial sums are folded
     for number, (part, activation, element, k, stride) in enumerate(CASES):
         found = laid(pruned(around(part, activation, element, k, stride)))
-        offers = Triton().offers(found)[: 4 if number == 0 else 2]
+        offers = Triton().offers(found)[: WAYS.get(number, 1)]
         inputs = neutral_inputs(found, False)
         wanted = op_by_op(found)(*inputs)
         for key, run in Triton().build(offers).items():
@@ -333,12 +333,13 @@ def test_every_offer_gives_what_aten_gives(answer: dict[str, Any]) -> None:
 def test_every_way_with_neighbours_gives_what_aten_gives(answer: dict[str, Any]) -> None:
     """Triton's interpreter cuts bf16 off instead of rounding."""
     errors = answer["around"]
-    assert len(errors) > 3 * len(CASES)
+    assert len(errors) > 2 * len(CASES) and sum("apart" in case for case in errors) > 3
     wrong = {case: error for case, error in errors.items() if not error < (0.03 if " bf16 " in case else 2e-5)}
     assert not wrong
 
 
 def test_a_step_runs_its_depthwise_convolutions_and_learns_as_eager_does(answer: dict[str, Any]) -> None:
-    assert answer["used"] == 5  # two forward, two kernels' gradients, one input's: the batch needs none
+    # two forward, two kernels' gradients, one input's: the batch needs none; nothing is around the first kernel's
+    assert answer["used"] == [False] + [True] * 4
     assert answer["losses"][1] == pytest.approx(answer["losses"][0], rel=1e-5)
     assert answer["worst"] < 1e-5

@@ -58,10 +58,15 @@ def test_versions():
     proto = added()
     proto.ir_version = 99
     refused(proto, "has version 99 of the ONNX format; versions 3 to")
-    for opset in (6, 999):
+    newest = onnx.defs.onnx_opset_version()
+    for opset in (0, -1):
         proto = added()
         proto.opset_import[0].version = opset
-        refused(proto, f"the model uses opset {opset}; opsets 7 to", OnnxUnsupportedError)
+        refused(proto, f"the operator set ai.onnx has no version {opset}", OnnxGraphError)
+    for opset in (newest + 1, 999):
+        proto = added()
+        proto.opset_import[0].version = opset
+        refused(proto, f"the model uses opset {opset}; opsets 1 to {newest} can be read", OnnxUnsupportedError)
     proto = added()
     del proto.opset_import[:]
     refused(proto, "names no opset")

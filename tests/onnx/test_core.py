@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,11 @@ def test_inputs_are_checked_against_the_graph():
         module()
     with pytest.raises(OnnxError, match="no input 'z'"):
         module(z=torch.zeros(2, 3))
+    with pytest.raises(OnnxError, match="input x must be a tensor, not str"):
+        module("text")
+    with pytest.raises(OnnxError, match="input x is no array that torch can hold"):
+        module(np.array(["text"]))
+    assert module(np.zeros((2, 3), np.float32)).shape == (2, 4)
     assert module(x=torch.zeros(2, 3)).shape == (2, 4)
 
 

@@ -1,7 +1,8 @@
 """Networks of transformers, exported by torch.onnx and imported again, train as the original modules do.
 
 In float64, so that the tolerance can be tight: it is left to the attributes of ONNX nodes, which are float32 (epsilon,
-momentum). Ten steps of AdamW; all parameters, running statistics and losses are compared.
+momentum). Ten steps of AdamW; all parameters, running statistics and losses are compared. Some go through the whole
+pipeline in float32, in bf16 (beside torch.autocast) and within a memory budget.
 """
 
 from __future__ import annotations
@@ -108,12 +109,12 @@ def exported(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("network", [gpt2, bert, resnet, efficientnet, vit, t5])
-def test_training_is_that_of_the_original_module(network):
+def assert_trains_alike(network, dtype: torch.dtype, loss_rtol: float, rtol: float, atol: float, **options):
+    """Ten steps of AdamW: the imported network, compiled, beside the original one, eagerly."""
     torch.manual_seed(0)
     module, named, target = network()
-    original = Logits(module, list(named)).double().train()
-    inputs = tuple(x.double() if x.is_floating_point() else x for x in named.values())
+    original = Logits(module, list(named)).to(dtype).train()
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in named.values())
     imported = from_onnx(exported(original, inputs)).train()
     variances = population_variances(original)
     theirs = dict(original.named_parameters())
@@ -121,19 +122,46 @@ def test_training_is_that_of_the_original_module(network):
     assert set(mine) <= set(theirs)
     optimizer = torch.optim.AdamW(imported.parameters(), lr=1e-2)
     reference = torch.optim.AdamW([theirs[name] for name in mine], lr=1e-2)
-    step = ws.compile(imported, loss_fn, optimizer, (*inputs, target), level=0)
+    step = ws.compile(imported, loss_fn, optimizer, (*inputs, target), **options)
     for _ in range(STEPS):
         loss = step(*inputs, target)
         reference.zero_grad()
-        wanted = loss_fn(original(*inputs), target)
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("precision") == "bf16"):
+            wanted = loss_fn(original(*inputs), target)
         wanted.backward()
         reference.step()
-        torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=loss_rtol, atol=1e-9)
     used = {name for name, p in theirs.items() if p.grad is not None}
     assert used <= set(mine)
     state = original.state_dict() | variances
     for name, tensor in imported.state_dict().items():
-        torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(tensor, state[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    return step
+
+
+@pytest.mark.parametrize("network", [gpt2, bert, resnet, efficientnet, vit, t5])
+def test_training_is_that_of_the_original_module(network):
+    assert_trains_alike(network, torch.float64, 1e-6, 1e-5, 1e-7, level=0)
+
+
+@pytest.mark.parametrize(
+    "network, tolerance, options",
+    [
+        (gpt2, 1e-5, {}),
+        (resnet, 1e-5, {}),
+        (resnet, 1e-2, {"precision": "bf16"}),
+        (vit, 1e-5, {"memory_budget": 0.95}),
+    ],
+)
+def test_the_whole_pipeline_trains_it_too(network, tolerance, options):
+    """Passes, a plan of the memory and its execution; AdamW divides by tiny numbers, so parameters differ by more."""
+    step = assert_trains_alike(network, torch.float32, tolerance, 10 * tolerance, 100 * tolerance, **options)
+    text = str(step.report())
+    assert "execution: from the plan" in text
+    if "memory_budget" in options:
+        assert "memory budget" in text
+    if "precision" in options:
+        assert "low-precision copies" in text
 
 
 def population_variances(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import wholestep as ws
 from tests.transforms.test_fuse import program, regions_of, root_of
+from wholestep.backends.providers import Cpp, forget_provider, register_provider
 from wholestep.dialects.step import torch_dtype
 from wholestep.ir import BF16, F32, TensorType, verify
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import again, regions
-from wholestep.transforms.around import TAKES, NotAround, sides_of
+from wholestep.transforms.around import TAKES, NotAround, divide, sides_of
 from wholestep.transforms.fuse import Fusion, dissolve, fuse
 
 N, C, SIZE = 2, 4, 6
@@ -147,6 +150,76 @@ def test_a_recipe_replays() -> None:
         replayed, again_found = joined(of(build), recipe=lines)
         assert again_found == found
         assert [f"fuse {' + '.join(sites)}" for _, sites in replayed.kernels] == lines
+
+
+@pytest.mark.parametrize("build", [forward, backward])
+def test_what_nobody_runs_as_one_comes_apart(build: Build) -> None:
+    function = of(build)
+    inputs = [torch.randn(v.type.shape) for v in function.regions[0].block.arguments]
+    wanted = Executable(function)(inputs)
+    bodies = regions.Bodies()
+    fusion = fuse(function, bodies=bodies, alone=lambda op: op.name in TAKES)
+    lines = [sites for _, sites in fusion.kernels]
+    kernels = len(regions_of(function))
+    parts = divide(function, fusion, bodies, lambda op: True)
+    verify(root_of(function))
+    assert set(around(function).values()) == {(0, 0)}
+    assert len(regions_of(function)) == kernels + {forward: 2, backward: 3}[build]
+    assert parts and all(body.kernel is not None for body in parts.values())
+    assert [sites for _, sites in fusion.kernels] == lines
+    assert all(op.parent is function.regions[0].block for op, _ in fusion.kernels)
+    dissolve(function, lambda op: True)
+    for mine, true in zip(Executable(function)(inputs), wanted, strict=True):
+        torch.testing.assert_close(mine, true)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(C), nn.BatchNorm2d(C)
+        self.inner = nn.Conv2d(C, C, 3, 1, 1, groups=C, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(self.second(self.inner(nn.functional.silu(self.first(x)))))
+
+
+def test_a_step_whose_provider_refuses_them_runs_the_loops_and_the_convolution_apart() -> None:
+    class Picky(Cpp):
+        """Asks for convolutions and then does not run them."""
+
+        name = "picky"
+
+        def takes(self, op: Op) -> bool:
+            return op.name in TAKES
+
+    register_provider(Picky)
+    try:
+        torch.manual_seed(0)
+        x, models, losses = torch.randn(IMAGE), [Block(), Block()], []
+        models[1].load_state_dict(models[0].state_dict())
+        for model, compiled in zip(models, (False, True), strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            if compiled:
+                step = ws.compile(
+                    model, lambda m, x: m(x).square().mean(), optimizer, (x,), providers=["aten", "picky"], tune=False
+                )
+                losses.append([float(step(x)) for _ in range(3)])
+                ran = [(launch.provider, launch.name) for launch in step.plan().launches]
+                assert [provider for provider, name in ran if "conv" in name] == ["aten"] * 3
+                silus = [provider for provider, name in ran if "silu" in name]
+                assert not silus and sum(provider == "picky" for provider, _ in ran) > 6
+                continue
+            losses.append([])
+            for _ in range(3):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[0].append(loss.item())
+    finally:
+        forget_provider("picky")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

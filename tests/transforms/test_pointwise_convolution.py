@@ -11,6 +11,7 @@ from torch import nn
 from tests.plan.networks import Case
 from tests.plan.simulate import simulate
 from tests.runtime.runs import data
+from tests.transforms.test_layout import batch, sequence, squared
 from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.errors import InputError
 from wholestep.ir.builtin import add_function, finish_function, module
@@ -99,7 +100,21 @@ def test_the_step_gives_the_same_and_the_rest_stays() -> None:
         torch.testing.assert_close(mine.float().contiguous(), want.float().contiguous(), rtol=0.05, atol=2e-3)
 
 
-@pytest.mark.parametrize("places", [(5, 3), (2, 3, 4)], ids=str)
+def test_those_of_sequences_are_products_too() -> None:
+    torch.manual_seed(0)
+    case = Case((sequence(), squared, batch("sequence")), "sgd", precision="bf16")
+    before = Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in case.inputs])
+    transform(case.program.module, force=["channels_last *"])
+    assert len(take_products(case.program.module)) == 6
+    verify(case.program.module)
+    assert set(convolutions(case.program.function)) == {"0", "1.both", "2.both", "3", "4"}
+    plan = planned(case)
+    replay = simulate(plan.plan, plan.function, case.program.module, inputs_of(case))
+    for mine, want in zip(replay.results, before, strict=True):
+        torch.testing.assert_close(mine.float().contiguous(), want.float().contiguous(), rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("places", [(5,), (5, 3), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("part", ["conv", "conv with bias", "conv_input_grad", "conv_weight_grad"])
 def test_one_op_gives_the_same_to_the_last_digits(part: str, places: tuple[int, ...]) -> None:
     image, output, weight, ones = (2, 6, *places), (2, 4, *places), (4, 6, *[1] * len(places)), (1,) * len(places)

@@ -132,7 +132,7 @@ def offers(region: Region) -> list[Offer]:
     neighbours = neighbours_of(region, sides)
     problem = problem_of(sides.anchor)
     found = []
-    for config in configs(problem)[:OFFERS]:
+    for config in configs(problem)[: OFFERS - bool(neighbours.hooks)]:
         way = Single(problem, places_of(region, sides), config, neighbours)
         name = f"depthwise {config.columns}x{config.rows} v{config.vector} i{config.images}"
         name += " ahead" * config.prefetch + " around" * bool(neighbours.hooks)

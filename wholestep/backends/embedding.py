@@ -20,7 +20,7 @@ import torch
 
 from ..dialects.step.base import constant_value, torch_dtype
 from ..dialects.step.indexing import EmbeddingGrad, IndexPut
-from ..dialects.strides import Strides, reshaped, row_major, same_places, view_of
+from ..dialects.strides import Strides, row_major, same_places, view_of
 from ..errors import InputError
 from ..ir.core import Op, Value
 from . import depthwise
@@ -60,18 +60,22 @@ class Config:
     others: int = 256
 
 
+#: how many tokens are a group, the distance of groups, and that of tokens in a group
+Walk = tuple[int, int, int]
 CONFIGS = (Config(), Config(tile=2048), Config(tile=2048, columns=128))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One gradient. Tokens are numbered, and lie at even distances: `steps` of dy's rows, dy's columns and indices."""
+    """One gradient: where its tokens lie in dy and in the indices, and how far a column of dy is from the next."""
 
     tokens: int
     rows: int
     columns: int
     padding: int
-    steps: tuple[int, int, int]
+    dy: Walk
+    column: int
+    indices: Walk
     dtype: torch.dtype
     index: torch.dtype
     #: whether negative indices count from the end of the table
@@ -80,7 +84,7 @@ class Problem:
     @property
     def apart(self) -> bool:
         """Whether indices do not lie side by side."""
-        return self.steps[2] != 1
+        return self.indices[1:] != (self.indices[0], 1)
 
 
 @dataclass(frozen=True)
@@ -125,40 +129,52 @@ def taken(region: Region) -> Op:
     return next(op for op in region.ops if takes(op))
 
 
-def seen_as(value: Value, shape: tuple[int, ...], region: Region) -> tuple[int, Strides] | None:
-    """The number of the operand that a value of a region is a view of, and its strides in another shape.
+def seen(value: Value, region: Region) -> tuple[int, Strides] | None:
+    """The number of the operand that a value of a region is a view of, and its strides.
 
     None where it is no view, or one that does not begin where the operand does.
     """
     arguments = region.body.regions[0].block.arguments
+    if value in arguments:
+        number = arguments.index(value)
+        return number, tuple(region.operands[number].strides)
+    if value.op is None or not value.op.operands:
+        return None
+    under = seen(value.op.operands[0], region)
+    found = None if under is None else view_of(value.op, value.op.operands[0].type.shape, under[1])
+    return None if under is None or found is None or found[1] else (under[0], found[0])
 
-    def strides_of(value: Value) -> tuple[int, Strides] | None:
-        if value in arguments:
-            number = arguments.index(value)
-            return number, tuple(region.operands[number].strides)
-        if value.op is None or not value.op.operands:
-            return None
-        under = strides_of(value.op.operands[0])
-        found = None if under is None else view_of(value.op, value.op.operands[0].type.shape, under[1])
-        return None if under is None or found is None or found[1] else (under[0], found[0])
 
-    found = strides_of(value)
-    strides = None if found is None else reshaped(value.type.shape, found[1], shape)
-    return None if found is None or strides is None else (found[0], strides)
+def walk_of(shape: Sequence[int], strides: Sequence[int]) -> Walk | None:
+    """How elements are walked in order; None where that takes more than two distances."""
+    merged: list[tuple[int, int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if merged and merged[-1][1] == n * stride:
+            merged[-1] = (merged[-1][0] * n, stride)
+        elif n > 1:
+            merged.append((n, stride))
+    if len(merged) < 2:
+        ((n, stride),) = merged or [(1, 1)]
+        return n, n * stride, stride
+    return (merged[1][0], merged[0][1], merged[1][1]) if len(merged) == 2 else None
 
 
 def problem_of(region: Region) -> tuple[Problem, tuple[int, int, int]] | None:
-    """What is to be done, and the places of its tensors; None where tokens do not lie at even distances."""
+    """What is to be done, and the places of its tensors; None where tokens lie too unevenly."""
     sums = sums_of(taken(region))
     assert sums is not None
-    tokens, columns = sums.indices.type.size, sums.columns
-    dy, indices = seen_as(sums.dy, (tokens, columns), region), seen_as(sums.indices, (tokens,), region)
+    dy, indices = seen(sums.dy, region), seen(sums.indices, region)
     if dy is None or indices is None:
         return None
-    dtype, index = torch_dtype(sums.dy.type.element), torch_dtype(sums.indices.type.element)
-    steps = (*dy[1], *indices[1])
-    assert len(steps) == 3
-    problem = Problem(tokens, sums.rows, columns, sums.padding, steps, dtype, index, sums.from_end)
+    shape, rank = sums.dy.type.shape, sums.indices.type.rank
+    tokens, named = walk_of(shape[:rank], dy[1][:rank]), walk_of(shape[:rank], indices[1])
+    column = walk_of(shape[rank:], dy[1][rank:])
+    if tokens is None or named is None or column is None or column[1] != column[0] * column[2]:
+        return None
+    problem = Problem(
+        sums.indices.type.size, sums.rows, sums.columns, sums.padding, tokens, column[2], named,
+        torch_dtype(sums.dy.type.element), torch_dtype(sums.indices.type.element), sums.from_end,
+    )  # fmt: skip
     return problem, (dy[0], indices[0], len(region.operands))
 
 
@@ -169,7 +185,7 @@ def why_not(region: Region) -> str:
     if list(last.operands) != list(taken(region).results):
         return "the gradient of an embedding together with something else"
     if problem_of(region) is None:
-        return "the gradient of an embedding whose tokens do not lie at even distances in memory"
+        return "the gradient of an embedding whose tokens lie at more than two distances in memory"
     (result,) = region.results
     if not same_places(result.shape, result.strides, row_major(result.shape)):
         return "the gradient of an embedding that is not written row by row"
@@ -235,7 +251,7 @@ class Way:
         own, index, whole, real = (POINTERS[t] for t in (p.dtype, p.index, torch.int32, torch.float32))
         found = []
         if p.apart:
-            given = {"INDEX_STEP": p.steps[2], "TOKENS": p.tokens, "BLOCK": COLLECTED}
+            given = {"INDICES": p.indices, "TOKENS": p.tokens, "BLOCK": COLLECTED}
             blocks = up(p.tokens, COLLECTED)
             found.append(Function(COLLECT, "", given, (indices, near), (index, whole), (blocks, 1), 4))
             indices, index = near, whole
@@ -246,7 +262,7 @@ class Way:
 
         width = power_of_two(p.columns)
         narrow, wide = min(SUMMED_COLUMNS, width), min(c.columns, width)
-        walk = {"DY_STEP": p.steps[0], "DY_COLUMN": p.steps[1], **sizes, "COLUMNS": p.columns, "PART": c.part}
+        walk = {"DY": p.dy, "DY_COLUMN": p.column, **sizes, "COLUMNS": p.columns, "PART": c.part}
         given = {**walk, "STEPS": p.tokens.bit_length(), "BLOCK_ROWS": SEARCHED, "BLOCK_COLUMNS": narrow}
         blocks = p.tokens // c.part * up(p.columns, narrow) + up(p.rows + 1, SEARCHED)
         tensors, pointers = (dy, order, named, starts, partials), (own, whole, whole, whole, real)

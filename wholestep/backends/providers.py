@@ -246,7 +246,7 @@ class Triton(Generator):
     name, package, devices = "triton", "triton.generate", ("cuda",)
     batching = "triton.batches"
     #: modules with kernels that were written by hand for one kind of op
-    templates: ClassVar[tuple[str, ...]] = ("depthwise",)
+    templates: ClassVar[tuple[str, ...]] = ("depthwise", "embedding")
 
     def absent(self) -> str:
         if importlib.util.find_spec("triton") is not None:
@@ -339,6 +339,8 @@ def smallest_table(region: Region) -> int:
     for op in region.ops:
         if op.name == "step.embedding":
             sizes.append(op.weight.type.shape[0])
+        elif op.name == "step.embedding_grad":
+            sizes.append(op.rows)
         elif op.name == "step.gather":
             sizes.append(op.x.type.shape[op.dim])
         elif op.name in ("step.cross_entropy", "step.cross_entropy_grad", "step.nll_loss"):
@@ -363,6 +365,8 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
     for op in region.ops:
         if op.name == "step.max_pool_grad" and op.indices in arguments:
             found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
+        elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:
+            found[arguments.index(op.indices)].random_(0, op.rows, generator=generator)
     return found
 
 

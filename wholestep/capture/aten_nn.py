@@ -10,6 +10,7 @@ from ..ir.core import Value
 from ..ir.types import BOOL, TensorType
 from .aten_pointwise import reduce_loss
 from .aten_random import dropout
+from .aten_shape import cut
 from .importer import Importer, aten
 
 BATCH = "abcdefgh"  # labels of leading dimensions; m, n, k and l are those of matrices
@@ -145,11 +146,43 @@ def conv(
     single = x.type.rank == n + 1
     if single:
         x = b.unsqueeze(x, 0)
-    out = b.conv(
-        x, weight, bias, stride=_tuple(stride, n), padding=_tuple(padding, n), dilation=_tuple(dilation, n),
-        transposed=transposed, output_padding=_tuple(output_padding, n), groups=groups,
-    )  # fmt: skip
+    window = dict(dilation=_tuple(dilation, n), output_padding=_tuple(output_padding, n), groups=groups)
+    steps, around = _tuple(stride, n), _tuple(padding, n)
+    inner = None if transposed else own_padding(x, steps, around)
+    if inner is None:
+        out = b.conv(x, weight, bias, stride=steps, padding=around, transposed=transposed, **window)
+    else:
+        x, around, extra = inner
+        out = b.conv(x, weight, bias, stride=steps, padding=around, **window)
+        for dim, (before, after) in enumerate(extra, 2):
+            out = cut(b, out, dim, before, out.type.shape[dim] - after)
     return b.reshape_to(out, out.type.shape[1:]) if single else out
+
+
+#: a convolution may make so much more than is asked for, as a share, where that saves a padded copy of its input
+MORE = 1 / 16
+
+
+def own_padding(
+    x: Value, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> tuple[Value, tuple[int, ...], list[tuple[int, int]]] | None:
+    """What a convolution of a value that was padded with zeros is without that: the value before, how the convolution
+    pads it on both sides, and how many results that gives too many before and after. None where that is not the same.
+    """
+    op = x.op
+    if op is None or op.name != "step.pad" or op.value != 0 or min(*op.low, *op.high) < 0:
+        return None
+    if any((*op.low[:2], *op.high[:2])):  # batch or channels
+        return None
+    around, extra, share = [], [], 1.0
+    for low, high, step, own, size in zip(op.low[2:], op.high[2:], stride, padding, x.type.shape[2:], strict=True):
+        wide = max(low, high)
+        if low != high and step > 1:
+            return None
+        around.append(wide + own)
+        extra.append((wide - low, wide - high))
+        share *= 1 + abs(high - low) / size
+    return (op.x, tuple(around), extra) if share <= 1 + MORE else None
 
 
 @aten("conv1d", "conv2d", "conv3d")

@@ -71,7 +71,8 @@ class OnnxModule(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         items = [
-            self._carried(x, i.type) for i, x in zip(self._graph.model.inputs, self._bound(inputs, named), strict=True)
+            carried(x, i.type, i.name)
+            for i, x in zip(self._graph.model.inputs, self._bound(inputs, named), strict=True)
         ]
         flat: list[torch.Tensor] = []
         flatten(items, flat)
@@ -117,24 +118,29 @@ class OnnxModule(nn.Module):
             raise OnnxError(f"the model was called without {', '.join(absent)}; its inputs are {', '.join(names)}")
         return [given.get(name) for name in names]
 
-    def _carried(self, x: Any, declared: Any) -> Any:
-        if isinstance(x, list | tuple):
-            inner = declared.optional_type.elem_type if declared.WhichOneof("value") == "optional_type" else declared
-            return [self._carried(part, inner.sequence_type.elem_type) for part in x]
-        if x is None:
-            return None
-        if isinstance(x, np.ndarray | np.generic | bool | int | float):
-            x = torch.as_tensor(x)
-        if not isinstance(x, torch.Tensor):
-            raise OnnxError(f"inputs are tensors, not {type(x).__name__}")
-        return carried_input(x, declared.tensor_type.elem_type)
-
     def extra_repr(self) -> str:
         return f"{', '.join(self.input_names)} -> {', '.join(self.output_names)}"
 
 
 class Scope(nn.Module):
     """Holds the parameters whose names begin alike."""
+
+
+def carried(x: Any, declared: Any, name: str) -> Any:
+    """An input as the graph computes with it: tensors (of arrays and numbers, too), lists of them or None."""
+    if x is None:
+        return None
+    if isinstance(x, list | tuple):
+        inner = declared.optional_type.elem_type if declared.WhichOneof("value") == "optional_type" else declared
+        return [carried(part, inner.sequence_type.elem_type, name) for part in x]
+    if isinstance(x, np.ndarray | np.generic | bool | int | float):
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError) as error:  # text, objects, unusual strides
+            raise OnnxError(f"input {name} is no array that torch can hold: {error}") from None
+    if not isinstance(x, torch.Tensor):
+        raise OnnxError(f"input {name} must be a tensor, not {type(x).__name__}")
+    return carried_input(x, declared.tensor_type.elem_type)
 
 
 def flatten(items: Any, flat: list[torch.Tensor]) -> None:

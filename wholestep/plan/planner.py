@@ -20,6 +20,7 @@ from ..ir.builtin import lookup
 from ..ir.collector import collector_paused
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
+from ..transforms.around import divide
 from ..transforms.batch import WAIT, Batches, batch, unbatch
 from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
@@ -170,6 +171,9 @@ class _Planner:
                     return all or op in lost
 
                 unbatch(function, fusion, batches, goes)
+                if not flat.undecided:  # kernels around an anchor come apart before they are taken apart
+                    parts = divide(function, fusion, self.pieces, goes)
+                    bodies |= {name: (lookup(root, name), part.kernel) for name, part in parts.items()}
                 dissolve(function, goes)
             else:
                 return flat, fusion

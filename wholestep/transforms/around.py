@@ -7,18 +7,22 @@ alone: an image is walked as it is, a vector along the channels. Whoever runs su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..dialects.loop import Apply, Constant, Load, Reduce, Space, Store
-from ..ir.core import Op, Value
+from ..dialects.step.control import root_of
+from ..dialects.step.fused import Fused
+from ..ir.attributes import Symbol
+from ..ir.builtin import Func
+from ..ir.core import Block, Builder, Op, Value
 from . import again
 from .loops import NotLoops, lowered
-from .regions import Piece, base, body_of, is_source, is_view, piece_of
+from .regions import Bodies, Body, Piece, base, body_of, is_source, is_view, piece_of
 
 if TYPE_CHECKING:
-    from .fuse import Fuser, Group
+    from .fuse import Fuser, Fusion, Group
 
 #: what each anchor can take along: loops on the image it reads first, loops on what it makes
 TAKES = {"step.conv": (True, True), "step.conv_input_grad": (False, True), "step.conv_weight_grad": (True, False)}
@@ -252,3 +256,63 @@ def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value) -> bool:
         seen.update(members)
         pending += [v for m in members for v in m.operands]
     return False
+
+
+# ---- taking apart ----------------------------------------------------------------------------------------------------
+
+
+def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], bool]) -> dict[str, Body]:
+    """Makes kernels of their own of an anchor and of the loops around it, where nobody runs them as one; gives the new
+    ones by name."""
+    root, block = root_of(function), function.regions[0].block
+    known = {f.attributes["sym_name"]: f for f in root.regions[0].block if f.definition is Func}
+    made: dict[str, Body] = {}
+    for op in [o for o in block if o.definition is Fused and wanted(o)]:
+        inner = known[op.callee.name].regions[0].block
+        pieces = pieces_around(known[op.callee.name])
+        if len(pieces) < 2:
+            continue
+        builder = Builder(block, op, op.loc, op.phase)
+        mapping = dict(zip(inner.arguments, op.operands, strict=True))
+        for number, piece in enumerate(pieces):
+            name = f"{op.callee.name}_{number}"
+            if name not in known:
+                known[name] = body_of(piece, name).detach()
+                root.regions[0].block.append(known[name])
+            made[name] = replace(bodies(piece), function=known[name])
+            operands = [outside(v, mapping, block, op) for v in piece.inputs]
+            types = [v.type for v in piece.outputs]
+            part = builder.create(Fused, operands, types, {"callee": Symbol(name)})
+            mapping.update(zip(piece.outputs, part.results, strict=True))
+            if any(o.name in TAKES for o in piece.ops):
+                fusion.kernels = [(part if o is op else o, sites) for o, sites in fusion.kernels]
+        assert inner.last is not None
+        for old, new in zip(op.results, inner.last.operands, strict=True):
+            old.replace_by(mapping[new])
+        op.erase()
+    fusion.bodies |= made
+    return made
+
+
+def pieces_around(body: Op) -> list[Piece]:
+    """The loops before an anchor, the anchor and the loops after it; none of a body that is something else."""
+    try:
+        sides = sides_of(body)
+    except NotAround:
+        return []
+    position: dict[Op, float] = {op: i for i, op in enumerate(body.regions[0].block)}
+    anchor = piece_of([sides.anchor], position)
+    before, after = ([] if s is None else [s.piece] for s in (sides.before, sides.after))
+    return [*before, anchor, *after]
+
+
+def outside(value: Value, mapping: dict[Value, Value], block: Block, at: Op) -> Value:
+    """What a value of a body is outside of it; views come along."""
+    if value not in mapping:
+        view = value.op
+        assert view is not None and is_view(view)
+        copy = view.clone({v: outside(v, mapping, block, at) for v in view.operands})
+        copy.attributes["phase"] = at.phase
+        block.insert_before(copy, at)
+        mapping[value] = copy.results[0]
+    return mapping[value]

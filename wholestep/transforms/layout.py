@@ -28,7 +28,7 @@ ROWS, LAST = 0, 1
 #: nodes of the network: what is cut off from the source lies row by row
 SOURCE, SINK = 0, 1
 #: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
+FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat", "step.cross_entropy_grad"})
 #: ... sequences only as images of one row, as convolutions do; their window along that row
 FOLLOW_ROWS = frozenset({"step.batch_norm", "step.batch_norm_grad"})
 ROW = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
@@ -39,7 +39,7 @@ FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive
     "step.upsample_grad",
 }
 #: ops that read any layout and write row by row, beside reductions
-ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite"})
+ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite", "step.cross_entropy"})
 #: arguments that the step lays out itself: a batch is copied in, a low-precision copy is written by the update
 OWN = ("batch", "copy")
 
@@ -235,6 +235,9 @@ class Decision:
             return
         if name == "step.broadcast" and not repeats_images(op):
             return  # it has no layout of its own: what is read beside it decides
+        if name == "step.cross_entropy_grad" and decided:  # its classes are numbers per place: they have no say
+            self.follow(op, decided[:1], self.orders[decided[0]])
+            return
         if name in ROWS_FROM_ANY or issubclass(op.definition, Reduction) or not op.operands:
             for result in op.results:
                 self.enter(result, self.network.node(), None, pin=True)

@@ -11,6 +11,7 @@ from wholestep.backends import cpp
 from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS
 from wholestep.ir.types import BF16, BOOL, F16, F32, F64, I32, I64, ScalarType, TensorType
 
+from ..triton.kernels import step_cases
 from .kernels import Case, apply, reduction, step, tensor
 
 T = tensor
@@ -297,6 +298,31 @@ def row_cases() -> dict[str, Case]:
             return b.mul(centred, b.rsqrt(b.add(var, 1e-5)))
 
         found[f"normalised {name}"] = step([T(4, 30, 10, 10)], normalise, lies)
+
+    def before_pooling(b, dy, taps, x):  # places of windows are divisions, each along one dimension of the row
+        into = b.max_pool_grad(dy, taps, input_shape=x.type.shape, **POOL)
+        g = b.select(b.gt(x, 0.0), b.mul(into, b.exp(x)), b.mul(into, 0.0))
+        return [g, b.sum(g, dims=(0, 2, 3)), b.sum(b.mul(g, x), dims=(0, 2, 3))]
+
+    found["sums of a pooling's gradient"] = step(
+        [T(2, 5, 4, 3), T(2, 5, 4, 3, e=ScalarType("ui8")), T(2, 5, 7, 6)],
+        before_pooling,
+        given={1: torch.arange(120).reshape(2, 5, 4, 3).remainder(9).to(torch.uint8)},
+    )
+    found["kept along parts of the row"] = step(
+        [T(3, 5, 7), T(3, 5, 1), T(3, 1, 7)],
+        lambda b, x, y, z: b.softmax(b.reshape(b.mul(b.mul(x, b.exp(y)), b.exp(z)), shape=(3, 35)), dim=1),
+    )
+    return found
+
+
+def cases_of_triton() -> dict[str, Case]:
+    """What the other generator of kernels is tested with."""
+    found = {}
+    for name, it in step_cases().items():
+        tensors = it.tensors()
+        strides = {i: t.stride() for i, t in enumerate(tensors)}
+        found[name] = Case(it.kernel, strides, {i: t.double() for i, t in enumerate(tensors)})
     return found
 
 
@@ -323,6 +349,7 @@ CASES = {
     **{f"pointwise {k}": v for k, v in pointwise_cases().items()},
     **{f"rows {k}": v for k, v in row_cases().items()},
     **random_cases(),
+    **{f"triton {k}": v for k, v in cases_of_triton().items()},
 }
 
 
@@ -358,7 +385,7 @@ def test_case(name, built):
         expected = case.expected(ins, outs)
         scratch = [torch.full(s.shape, 255, dtype=s.dtype) for s in candidate.scratch]
         assert not isinstance(kernel, Exception), kernel
-        if "embedding" in name or "gather" in name:  # some numbers are outside of the table: they are seen
+        if name.startswith(("pointwise embedding", "pointwise gather")):  # some numbers are outside of the table: they are seen
             with pytest.raises(IndexError, match="outside of the table"):
                 kernel(*ins, *outs, *scratch)
         else:

@@ -14,15 +14,19 @@ from collections.abc import Iterable, Sequence
 
 from .nest import ALONE, Aim, Loop, Nests, Options
 from .text import HOW, STORED, c_type, neutral_of, sum_text
-from .walk import EXPENSIVE, Linear, Number, Walk, Writing
+from .walk import Linear, Number, Walk, Writing
 
-#: dearer than reading a number again, where it would be computed at every point instead of once per row
-DEAR = EXPENSIVE | {"sqrt", "rsqrt", "div", "reciprocal"}
+#: beside expensive ones: dearer than reading a number again, where it would be computed at every point, not once per row
+DEAR = frozenset(("sqrt", "rsqrt", "div", "reciprocal"))
 STRUCTURES = ("phases", "rows", "lanes")
 #: rows side by side that one task walks
 LANE_ROWS = 64
 #: bytes of a row's intermediate numbers that are kept on the stack between passes
 ROW_BYTES = 256 * 1024
+
+
+def is_dear(n: Number) -> bool:
+    return n.is_expensive or n.kind in DEAR
 
 
 def source_of(walk: Walk, name: str, options: Options) -> tuple[str, int]:
@@ -96,7 +100,7 @@ class Code(Nests):
         needed = self.needed(aims)
         for n in needed:
             if (
-                n.kind in DEAR
+                is_dear(n)
                 and inner in n.varies
                 and n.varies != dims
                 and 2 * self.walk.points(n.varies) <= self.walk.points(dims)
@@ -332,12 +336,13 @@ class Code(Nests):
                     aims[aims.index(aim)] = Aim(n, aim.walked, place, n.how)
             if block is None:
                 for n in self.needed_again(passes, k, row):
-                    total = walk.points(row) * 8
+                    own = [d for d in row if d in n.varies]
+                    total = walk.points(own) * 8
                     if kept_bytes + total > ROW_BYTES:
                         break
                     kept_bytes += total
-                    self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{walk.points(row)}];")
-                    added.append(Aim(n, n.walked | frozenset(row), f"{n.name}_kept[{self.row_major(row)}]"))
+                    self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{walk.points(own)}];")
+                    added.append(Aim(n, n.varies, f"{n.name}_kept[{self.row_major(own)}]"))
             else:
                 self.keep_in_lanes(aims, row, block, width)
             self.one_pass([*aims, *added], row, block)
@@ -352,7 +357,8 @@ class Code(Nests):
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Aim]] = {}
         lane = None if block is None else block.dim
         for aim in aims:
-            dims = tuple(d for d in row if d in aim.walked)
+            kept = not aim.how and aim.writing is None  # on the way, by a nest over the whole row
+            dims = tuple(d for d in row if kept or d in aim.walked)
             missing = tuple(sorted(self.walk.outer - aim.walked)) if aim.writing is not None else ()
             groups.setdefault((dims, missing), []).append(aim)
         for (dims, missing), group in sorted(groups.items(), key=lambda g: -len(g[0][0])):
@@ -379,14 +385,14 @@ class Code(Nests):
         }
         found: list[Number] = []
         for n in reversed(self.walk.numbers):
-            if n.kind in EXPENSIVE and n in here and n in self.needed(later, [*along, *found]):
+            if n.is_expensive and n in here and n in self.needed(later, [*along, *found]):
                 found.append(n)
         return found
 
     def keep_in_lanes(self, aims: Sequence[Aim], row: Sequence[int], block: Loop, width: int) -> None:
         """Dear numbers that are the same along a row, once per lane."""
         for n in self.needed(aims):
-            if n.kind in DEAR and block.dim in n.varies and not n.varies & frozenset(row):
+            if is_dear(n) and block.dim in n.varies and not n.varies & frozenset(row):
                 self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{width}];")
                 place = f"{n.name}_kept[i{block.dim} - {block.low}]"
                 self.nest([block], [Aim(n, n.varies, place)])

@@ -83,6 +83,12 @@ class Number:
         return self.varies | self.dims
 
     @property
+    def is_expensive(self) -> bool:
+        """Whether it costs as much as reading many numbers. Dividing whole numbers by a constant does not."""
+        by_constant = len(self.args) == 2 and self.args[1].kind == "linear" and not self.args[1].linear.terms
+        return self.kind in EXPENSIVE and not (self.type.kind == "int" and by_constant)
+
+    @property
     def is_small(self) -> bool:
         """Whether 32 bits are enough for it."""
         return self.low is not None and self.high is not None and self.low >= -SMALL and self.high <= SMALL

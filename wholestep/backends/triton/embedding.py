@@ -10,15 +10,25 @@ import triton
 import triton.language as tl
 
 # Names in capitals are constants of the compiled kernel: TOKENS tokens, ROWS rows of the table, COLUMNS columns.
-# `dy` is read at token * DY_STEP + column * DY_COLUMN. `order` has the tokens sorted by row, `named` the row of each.
+# DY says where tokens of dy lie, and INDICES where indices do (`offset`); DY_COLUMN is from one column to the next.
+# `order` has the tokens sorted by row, `named` the row of each.
 # A program works on BLOCK_ROWS or BLOCK_TOKENS of those by BLOCK_COLUMNS.
 
 
 @triton.jit
-def collect_kernel(indices, near, INDEX_STEP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Puts indices that lie far apart side by side, since all of them are read again and again."""
+def offset(token, WALK: tl.constexpr):
+    """Where a token lies. WALK: how many are a group, from one group to the next, from one token to the next."""
+    if WALK[1] == WALK[0] * WALK[2]:
+        return token.to(tl.int64) * WALK[2]
+    else:
+        return (token // WALK[0]).to(tl.int64) * WALK[1] + (token % WALK[0]).to(tl.int64) * WALK[2]
+
+
+@triton.jit
+def collect_kernel(indices, near, INDICES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Puts indices that lie apart side by side, since all of them are read again and again."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(indices + at.to(tl.int64) * INDEX_STEP, mask=at < TOKENS)
+    index = tl.load(indices + offset(at, INDICES), mask=at < TOKENS)
     tl.store(near + at, index.to(tl.int32), mask=at < TOKENS)
 
 
@@ -68,14 +78,14 @@ def sort_kernel(indices, order, named, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit
-def gather(dy, token, column, there, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+def gather(dy, token, column, there, DY: tl.constexpr, DY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
     """dy of some tokens in f32, zeros for those that are not there."""
-    at = dy + token.to(tl.int64)[:, None] * DY_STEP + column[None, :] * DY_COLUMN
+    at = dy + offset(token, DY)[:, None] + column[None, :] * DY_COLUMN
     return tl.load(at, mask=there[:, None] & (column < COLUMNS)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def runs_kernel(dy, order, named, starts, partials, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+def runs_kernel(dy, order, named, starts, partials, DY: tl.constexpr, DY_COLUMN: tl.constexpr,
                 TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
                 STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
     """The sum of every PART sorted tokens that name one row; and where each row's tokens start, by STEPS halvings."""
@@ -89,7 +99,7 @@ def runs_kernel(dy, order, named, starts, partials, DY_STEP: tl.constexpr, DY_CO
         if first == last:
             column = program % WIDE * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
             token = tl.load(order + part * PART + tl.arange(0, PART))
-            total = tl.sum(gather(dy, token, column, token >= 0, DY_STEP, DY_COLUMN, COLUMNS), axis=0)
+            total = tl.sum(gather(dy, token, column, token >= 0, DY, DY_COLUMN, COLUMNS), axis=0)
             tl.store(partials + part * COLUMNS + column, total, mask=column < COLUMNS)
     else:
         row = (program - SUMMING) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -105,18 +115,18 @@ def runs_kernel(dy, order, named, starts, partials, DY_STEP: tl.constexpr, DY_CO
 
 
 @triton.jit
-def add_tokens(total, dy, order, column, begin, end, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+def add_tokens(total, dy, order, column, begin, end, DY: tl.constexpr, DY_COLUMN: tl.constexpr,
                COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # fmt: skip
     """Adds dy of sorted tokens from `begin` to `end`, BLOCK_TOKENS at a time, without summing over those."""
     for first in range(begin, end, BLOCK_TOKENS):
         at = first + tl.arange(0, BLOCK_TOKENS)
         token = tl.load(order + at, mask=at < end, other=0)
-        total += gather(dy, token, column, at < end, DY_STEP, DY_COLUMN, COLUMNS)
+        total += gather(dy, token, column, at < end, DY, DY_COLUMN, COLUMNS)
     return total
 
 
 @triton.jit
-def long_row(dy, order, named, starts, partials, out, window, column, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+def long_row(dy, order, named, starts, partials, out, window, column, DY: tl.constexpr, DY_COLUMN: tl.constexpr,
              TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDING: tl.constexpr,
              FEW: tl.constexpr, PART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
              BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
@@ -133,19 +143,19 @@ def long_row(dy, order, named, starts, partials, out, window, column, DY_STEP: t
         first, last = (begin + PART - 1) // PART, end // PART  # the parts that are summed already
         parts = first < last
         total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
-        total = add_tokens(total, dy, order, column, begin, tl.where(parts, first * PART, end), DY_STEP, DY_COLUMN,
+        total = add_tokens(total, dy, order, column, begin, tl.where(parts, first * PART, end), DY, DY_COLUMN,
                            COLUMNS, BLOCK_TOKENS)  # fmt: skip
         for some in range(first, last, BLOCK_TOKENS):
             part = some + tl.arange(0, BLOCK_TOKENS)
-            total += gather(partials, part, column, part < last, COLUMNS, 1, COLUMNS)
-        total = add_tokens(total, dy, order, column, tl.where(parts, last * PART, end), end, DY_STEP, DY_COLUMN,
+            total += gather(partials, part, column, part < last, (1, COLUMNS, COLUMNS), 1, COLUMNS)
+        total = add_tokens(total, dy, order, column, tl.where(parts, last * PART, end), end, DY, DY_COLUMN,
                            COLUMNS, BLOCK_TOKENS)  # fmt: skip
         value = tl.sum(total, axis=0).to(out.dtype.element_ty)
         tl.store(out + chosen.to(tl.int64) * COLUMNS + column, value, mask=column < COLUMNS)
 
 
 @triton.jit
-def short_rows(dy, order, starts, out, program, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr, ROWS: tl.constexpr,
+def short_rows(dy, order, starts, out, program, DY: tl.constexpr, DY_COLUMN: tl.constexpr, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr, PADDING: tl.constexpr, FEW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                ROW_COLUMNS: tl.constexpr):  # fmt: skip
     """Writes the rows of a block that at most FEW tokens name, or none."""
@@ -161,13 +171,13 @@ def short_rows(dy, order, starts, out, program, DY_STEP: tl.constexpr, DY_COLUMN
     for number in range(most):
         there = mine & (begin + number < end)
         token = tl.load(order + begin + number, mask=there, other=0)
-        total += gather(dy, token, column, there, DY_STEP, DY_COLUMN, COLUMNS)
+        total += gather(dy, token, column, there, DY, DY_COLUMN, COLUMNS)
     at = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=mine[:, None] & (column < COLUMNS)[None, :])
 
 
 @triton.jit
-def rows_kernel(dy, order, named, starts, partials, out, DY_STEP: tl.constexpr, DY_COLUMN: tl.constexpr,
+def rows_kernel(dy, order, named, starts, partials, out, DY: tl.constexpr, DY_COLUMN: tl.constexpr,
                 TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDING: tl.constexpr,
                 FEW: tl.constexpr, WINDOWS: tl.constexpr, PART: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                 BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr):  # fmt: skip
@@ -178,8 +188,8 @@ def rows_kernel(dy, order, named, starts, partials, out, DY_STEP: tl.constexpr, 
     if program < LOOKING:
         column = program % WIDE * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         for window in range(WINDOWS):
-            long_row(dy, order, named, starts, partials, out, program // WIDE * WINDOWS + window, column, DY_STEP,
+            long_row(dy, order, named, starts, partials, out, program // WIDE * WINDOWS + window, column, DY,
                      DY_COLUMN, TOKENS, ROWS, COLUMNS, PADDING, FEW, PART, BLOCK_TOKENS, BLOCK_COLUMNS)  # fmt: skip
     else:
-        short_rows(dy, order, starts, out, program - LOOKING, DY_STEP, DY_COLUMN, ROWS, COLUMNS, PADDING, FEW,
+        short_rows(dy, order, starts, out, program - LOOKING, DY, DY_COLUMN, ROWS, COLUMNS, PADDING, FEW,
                    BLOCK_ROWS, ROW_COLUMNS)  # fmt: skip
