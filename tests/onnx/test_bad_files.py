@@ -145,6 +145,30 @@ def test_external_data_is_read_and_written_back(tmp_path):
     assert from_onnx(onnx.load(path, load_external_data=False), folder=path.parent).w.tolist() == [0, 1, 2]
 
 
+def test_external_constants_are_written_back_too(tmp_path):
+    """In types that torch does not have, and in the attribute of a node."""
+    body = "agraph (float[n, 4] x) => (float[n, 4] y) { k = Constant <value = float[4] {1.0}> () a = Add(x, k) c = Cast <to = 1> (q) y = Add(a, c) }"  # noqa: E501
+    proto = model(body, opset=23)
+    proto.ir_version = 11
+    proto.graph.initializer.append(onnx.TensorProto(name="q", data_type=onnx.TensorProto.INT4, dims=[4]))
+    constant = proto.graph.node[0].attribute[0].t
+    del constant.float_data[:]
+    for tensor, name, data in (
+        (constant, "k.bin", torch.arange(4.0).numpy().tobytes()),
+        (proto.graph.initializer[0], "q.bin", b"\x2d\x87"),
+    ):
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=name)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    (tmp_path / "elsewhere").mkdir()
+    module = from_onnx(tmp_path / "m.onnx")
+    wanted = [[-3.0, 3.0, 9.0, -5.0]]  # 0 1 2 3 and -3 2 7 -8
+    assert module(torch.zeros(1, 4)).tolist() == wanted
+    to_onnx(module, tmp_path / "elsewhere" / "m.onnx")
+    assert from_onnx(tmp_path / "elsewhere" / "m.onnx")(torch.zeros(1, 4)).tolist() == wanted
+
+
 def test_external_data_that_is_missing_or_too_short(tmp_path):
     path = external(tmp_path)
     refused(path, "its external data file weights.bin is not there")

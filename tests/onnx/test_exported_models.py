@@ -2,7 +2,7 @@
 
 In float64, so that the tolerance can be tight: it is left to the attributes of ONNX nodes, which are float32 (epsilon,
 momentum). Ten steps of AdamW; all parameters, running statistics and losses are compared. Some go through the whole
-pipeline in float32, in bf16 (beside torch.autocast) and within a memory budget.
+pipeline in float32, and in bf16 beside torch.autocast.
 """
 
 from __future__ import annotations
@@ -150,7 +150,6 @@ def test_training_is_that_of_the_original_module(network):
         (gpt2, 1e-5, {}),
         (resnet, 1e-5, {}),
         (resnet, 1e-2, {"precision": "bf16"}),
-        (vit, 1e-5, {"memory_budget": 0.95}),
     ],
 )
 def test_the_whole_pipeline_trains_it_too(network, tolerance, options):
@@ -158,8 +157,6 @@ def test_the_whole_pipeline_trains_it_too(network, tolerance, options):
     step = assert_trains_alike(network, torch.float32, tolerance, 10 * tolerance, 100 * tolerance, **options)
     text = str(step.report())
     assert "execution: from the plan" in text
-    if "memory_budget" in options:
-        assert "memory budget" in text
     if "precision" in options:
         assert "low-precision copies" in text
 
@@ -172,7 +169,7 @@ def population_variances(model: nn.Module) -> dict[str, torch.Tensor]:
             kept[f"{name}.running_var"] = variance = layer.running_var.clone()
 
             def follow(layer: nn.Module, args: tuple[torch.Tensor, ...], variance: torch.Tensor = variance) -> None:
-                variance.lerp_(args[0].detach().var((0, 2, 3), unbiased=False), layer.momentum)
+                variance.lerp_(args[0].detach().to(variance).var((0, 2, 3), unbiased=False), layer.momentum)
 
             layer.register_forward_pre_hook(follow)
     return kept

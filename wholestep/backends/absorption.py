@@ -67,7 +67,8 @@ def writer(op: Op, dtype: torch.dtype, device: torch.device) -> Callable[..., An
     function, shape = OUT[op.name], op.result.type.shape
 
     def run(*tensors: Any) -> Any:
-        like = next((t for t in tensors if isinstance(t, torch.Tensor) and tuple(t.shape) == shape), None)
+        full = [t for t in tensors if isinstance(t, torch.Tensor) and tuple(t.shape) == shape]
+        like = next((t for t in full if 0 not in t.stride()), None)  # what is repeated has no layout of its own
         out = torch.empty(0, dtype=dtype, device=device) if like is None else torch.empty_like(like, dtype=dtype)
         return function(*tensors, out=out)
 

@@ -1,6 +1,7 @@
 """Depthwise convolutions of our own (`triton/depthwise.py`) as a template of the provider `triton`.
 
-A convolution that is depthwise, or a gradient of one, is a region of its own; its configurations are timed like others.
+A convolution that is depthwise, or a gradient of one, is a region of its own, alone or with loops around it
+(`transforms/around.py`); its configurations are timed like others, with neighbours also as kernels one after the other.
 Shapes are constants of the kernels: each is a source of its own, compiled in worker processes like generated code.
 """
 

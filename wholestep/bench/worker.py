@@ -51,7 +51,7 @@ class Worker:
         wait(self.device)
 
     def build(self) -> Workload:
-        return build(self.case, self.device, self.module, self.bind)
+        return build(self.case, self.device, self.module, self.bind, self.contender == OURS)
 
     # ---- orders ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,10 +100,15 @@ def cases(names: Sequence[str], size: str, module: str = NETWORKS) -> list[Case]
     return found
 
 
-def build(case: Case, device: str, module: str = NETWORKS, bind: dict[str, int] | None = None) -> Workload:
-    """The workload of a case, with the weights it starts from: the same every time."""
+def build(
+    case: Case, device: str, module: str = NETWORKS, bind: dict[str, int] | None = None, ours: bool = True
+) -> Workload:
+    """The workload of a case, with the weights it starts from: the same every time.
+
+    An ONNX file is a module of ours; for others (not `ours`) it is one that makes the same calls of torch one by one.
+    """
     if case.is_onnx:
-        return of_onnx(case, device, bind or {})
+        return of_onnx(case, device, bind or {}, ours)
     listed = networks(module)
     try:
         network: Any = listed.build(case.network, case.size, device)
@@ -122,16 +128,19 @@ def source_of(model: nn.Module) -> str:
     return f"{name} {version}" if version else type(model).__module__
 
 
-def of_onnx(case: Case, device: str, bind: dict[str, int]) -> Workload:
+def of_onnx(case: Case, device: str, bind: dict[str, int], ours: bool) -> Workload:
     """A model of an ONNX file, trained on one batch."""
-    try:
-        example = importlib.import_module("wholestep.onnx").example
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise InputError(
-            f"{case.network} is an ONNX file, and this Wholestep cannot read one ({error}); try: a network by name"
-        ) from error
+    if importlib.util.find_spec("onnx") is None:
+        raise InputError(f"{case.network} is an ONNX file, and those need the `onnx` package: wholestep[onnx]")
+    from ..onnx import example
+    from ..onnx.replay import Replay
+
     model, loss_fn, batch = example(case.network, bind)
     model = model.to(device).train()
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"{case.network} has no parameters to train: see docs/onnx.md for what counts as one")
     moved = tuple(t.to(device) for t in batch)
+    network = model if ours else Replay(model, moved)
     items = "batch of " + ", ".join("x".join(map(str, t.shape)) or "1" for t in moved)
-    return Workload(items, model, loss_fn, lambda seed, device: moved, 1e-3, 10, False, "ONNX")
+    source = "ONNX; for PyTorch its operators as torch calls, one by one"
+    return Workload(items, network, loss_fn, lambda seed, device: moved, 1e-3, 10, False, source)

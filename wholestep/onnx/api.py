@@ -16,7 +16,7 @@ from .files import read
 from .module import OnnxModule
 from .specialise import Graph
 from .state import Trainable, find_state
-from .tensors import write_tensor
+from .tensors import take_in, tensors_of, write_tensor
 from .walk import Limits
 
 #: more bytes of weights than this go to a file beside the model: protobuf ends at 2 GB
@@ -67,13 +67,15 @@ def to_onnx(step_or_model: Any, path: str | os.PathLike[str]) -> None:
     proto = onnx.ModelProto()
     proto.CopyFrom(model._graph.model.proto)
     now = model.initializers()
-    constants = model._graph.constants
     for tensor in proto.graph.initializer:
         if tensor.name in now:
             write_tensor(tensor, now[tensor.name])
-        elif tensor.data_location == onnx.TensorProto.EXTERNAL:
-            write_tensor(tensor, constants[tensor.name])
+    for tensor in tensors_of(proto):  # constants of external files, in nodes and subgraphs too
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            take_in(tensor, model._graph.model.folder)
     target = Path(path)
+    if not target.parent.is_dir():
+        raise OnnxError(f"{target} cannot be written: there is no folder {target.parent}")
     large = sum(len(t.raw_data) for t in proto.graph.initializer) > MAX_INLINE
     unfinished = target.with_name(target.name + ".unfinished")
     data = target.name + ".data"
@@ -83,5 +85,7 @@ def to_onnx(step_or_model: Any, path: str | os.PathLike[str]) -> None:
         onnx.save_model(proto, str(unfinished), save_as_external_data=large, location=data)
         checker.check_model(str(unfinished))
         os.replace(unfinished, target)
+    except checker.ValidationError as error:
+        raise OnnxError(f"{target} was not written: onnx.checker does not take the graph: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -275,7 +275,10 @@ def check_tensor(x: torch.Tensor, name: str, declared: Any, sizes: dict[str, tup
     for index, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
         which = dim.WhichOneof("value")
         if which == "dim_value" and dim.dim_value != size:
-            raise OnnxError(f"dimension {index} of input {name} must be {dim.dim_value}, not {size}")
+            raise OnnxError(
+                f"dimension {index} of input {name} must be {dim.dim_value}, not {size}\n"
+                "Try: export the model with a symbolic dimension there (dynamic_axes=, or dynamic_shapes=)"
+            )
         if which == "dim_param" and dim.dim_param:
             first, where = sizes.setdefault(dim.dim_param, (int(size), f"dimension {index} of {name}"))
             if first != size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,13 @@ def read_tensor(proto: Any, folder: Path | None) -> torch.Tensor:
     """A tensor of the file, in the torch type that holds it. `folder` is where external data may lie."""
     name = proto.name or "an unnamed tensor"
     kind = proto.data_type
-    if kind not in _BITS:
-        raise OnnxUnsupportedError(f"tensor {name}: {type_name(kind)} tensors are not supported")
+    expected = bytes_of(proto)
     if proto.HasField("segment"):
         raise OnnxUnsupportedError(f"tensor {name} is stored in segments, which is not supported")
     shape = [int(d) for d in proto.dims]
     if any(d < 0 for d in shape):
         raise OnnxFileError(f"tensor {name} has the shape {shape}, with a negative dimension")
     count = math.prod(shape)
-    expected = (count * _BITS[kind] + 7) // 8
     if proto.data_location == TensorProto.EXTERNAL:
         return decode(external_bytes(proto, folder, expected), kind, shape)
     field = _FIELDS.get(kind, "int32_data")
@@ -98,6 +97,34 @@ def as_torch(array: np.ndarray, kind: int) -> torch.Tensor:
     if kind == TensorProto.BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(array, copy=True, order="C"))
+
+
+def tensors_of(message: Any) -> Iterator[Any]:
+    """Every tensor of a message: initializers, attributes, those of subgraphs and functions."""
+    if isinstance(message, TensorProto):
+        yield message
+        return
+    for declared, value in message.ListFields():
+        if declared.type == declared.TYPE_MESSAGE:
+            for inner in [value] if hasattr(value, "ListFields") else value:
+                yield from tensors_of(inner)
+
+
+def take_in(proto: Any, folder: Path | None) -> None:
+    """Puts the bytes of a tensor that lies in a file of its own into the tensor."""
+    data = external_bytes(proto, folder, bytes_of(proto))
+    proto.ClearField("external_data")
+    proto.ClearField("data_location")
+    proto.raw_data = data
+
+
+def bytes_of(proto: Any) -> int:
+    """The bytes that a tensor of this type and shape takes."""
+    if proto.data_type not in _BITS:
+        raise OnnxUnsupportedError(
+            f"tensor {proto.name or 'without a name'}: {type_name(proto.data_type)} tensors are not supported"
+        )
+    return (math.prod(proto.dims) * _BITS[proto.data_type] + 7) // 8
 
 
 def external_bytes(proto: Any, folder: Path | None, expected: int) -> bytes:

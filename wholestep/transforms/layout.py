@@ -27,17 +27,18 @@ Order = tuple[int, ...]
 ROWS, LAST = 0, 1
 #: nodes of the network: what is cut off from the source lies row by row
 SOURCE, SINK = 0, 1
-#: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat", "step.cross_entropy_grad"})
-#: ... sequences only as images of one row, as convolutions do; their window along that row
-FOLLOW_ROWS = frozenset({"step.batch_norm", "step.batch_norm_grad"})
-ROW = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+#: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images, the
+#: fourth as loops, which is how GPUs run them
+FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad"})
-FOLLOW_IMAGES = frozenset({"step.avg_pool", "step.avg_pool_grad", "step.adaptive_avg_pool"}) | {
-    "step.adaptive_avg_pool_grad",
-    "step.upsample",
-    "step.upsample_grad",
-}
+FOLLOW_IMAGES = frozenset(
+    f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")
+)
+FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})
+#: ops that, as convolutions, keep the layout of sequences only if these are images of one row
+AS_IMAGES = frozenset({"step.batch_norm", "step.batch_norm_grad"})
+#: the window of a convolution along that row
+ROW = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 #: ops that read any layout and write row by row, beside reductions
 ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite", "step.cross_entropy"})
 #: arguments that the step lays out itself: a batch is copied in, a low-precision copy is written by the update
@@ -154,6 +155,7 @@ def follows(op: Op, rank: int) -> bool:
         getattr(definition, "pointwise", False)
         or issubclass(definition, OptimizerUpdate | ConvolutionLike)
         or name in FOLLOW
+        or name in FOLLOW_AS_LOOPS
         or (name in FOLLOW_WIDE and rank >= 4)
         or (name in FOLLOW_IMAGES and rank == 4)
     )
@@ -235,7 +237,7 @@ class Decision:
             return
         if name == "step.broadcast" and not repeats_images(op):
             return  # it has no layout of its own: what is read beside it decides
-        if name == "step.cross_entropy_grad" and decided:  # its classes are numbers per place: they have no say
+        if name in FOLLOW_AS_LOOPS and decided:  # its classes are numbers per place: they have no say
             self.follow(op, decided[:1], self.orders[decided[0]])
             return
         if name in ROWS_FROM_ANY or issubclass(op.definition, Reduction) or not op.operands:
@@ -378,7 +380,7 @@ class Decision:
             if (
                 self.label(op) == LAST
                 and op.operands[0].type.rank == 3
-                and (is_convolution(op) or op.name in FOLLOW_ROWS)
+                and (is_convolution(op) or op.name in AS_IMAGES)
             ):
                 as_images(op)
 

@@ -603,7 +603,10 @@ class Select(Pointwise):
     def evaluate(op):
         number = constant_value(op.x)
         if is_scalar_number(op.x) and op.y.type.shape == op.result.type.shape == op.condition.type.shape:
-            return lambda condition, _, y: y.clone().masked_fill_(condition, number)  # may be done in place
+            # may be done in place; what is repeated has no layout of its own, there the condition decides
+            return lambda condition, _, y: (
+                torch.where(condition, number, y) if 0 in y.stride() else y.clone().masked_fill_(condition, number)
+            )
         return torch.where
 
     @staticmethod

@@ -19,7 +19,7 @@ from .convolution import padded
 from .windows import added, rounded
 
 aten = torch.ops.aten
-#: sums over factors up to this are written out; else they are walked, as sums of few sums are long to compile
+#: sums over factors up to this are written out; longer ones are walked: written out, they take long to compile
 WRITTEN_OUT = 4
 
 
@@ -38,7 +38,7 @@ class Resize(StepOp):
 
 
 def middle(factor: int) -> float:
-    """How far a large pixel's middle is from the border between it and the one before, along the way to the next."""
+    """How far beyond the middle of a small pixel the middle of the next large one lies, in large pixels."""
     return 0.5 if factor % 2 == 0 else 0.0
 
 
@@ -62,8 +62,8 @@ def neighbours(k, place, factor: int, size: int, dtype) -> list[tuple]:
 
 
 def part(k, place, tap, after: bool, factor: int, size: int, dtype):
-    """How much of a small pixel is in one of the `factor` large ones between its middle and that of a neighbour: the one
-    after it, or the one before. `tap` is the number among these. There is all of it where it has no such neighbour."""
+    """How much of a small pixel is in one of the `factor` large ones between its middle and that of a neighbour, which
+    comes after it or before. `tap` is the number among these. Where it has no such neighbour that is all of it."""
     one = k.constant(1.0, dtype)
     if isinstance(tap, int):
         share = k.constant((tap + middle(factor)) / factor, dtype)
