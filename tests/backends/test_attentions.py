@@ -145,7 +145,11 @@ def test_what_was_measured_is_kept(tmp_path: Path):
 def test_without_tuning_nothing_runs():
     stubs = Stubs({"flash": 2e-3, "math": 1e-3})
     (decision,) = stubs.choose(measure=False).decide(program())
-    assert (decision.kernel, decision.why, stubs.runs) == ("flash", "PyTorch's own choice, not measured (tune=False)", 0)
+    assert (decision.kernel, decision.why, stubs.runs) == (
+        "flash",
+        "PyTorch's own choice, not measured (tune=False)",
+        0,
+    )
 
 
 def test_under_a_budget_the_formula_takes_no_part():

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,18 +229,12 @@ class Choices:
             contest.give_up("it looks up by numbers that it computes")
         else:
             ways = [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting]
-            self.make_room()
+            if self.device.type == "cuda":
+                make_room(self.device)
             try:
                 self.compare(contest, ways)
             except torch.OutOfMemoryError:
                 contest.give_up("out of memory")
-
-    def make_room(self) -> None:
-        """Memory of graphs that are gone is nobody else's until it is given back; that takes long, so seldom."""
-        if self.device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(self.device)
-            if free < whole // 2:
-                torch.cuda.empty_cache()
 
     @torch.no_grad()
     def compare(self, contest: Contest, usable: Sequence[Way]) -> None:
@@ -377,6 +371,14 @@ def on_cpu(call: Callable[[], object], to_beat: float = math.inf) -> float:
             return best
 
 
+def make_room(device: torch.device) -> None:
+    """Gives memory that torch holds for later back: a graph cannot take it, nor others what a graph had. Seldom, as it
+    takes long."""
+    free, whole = torch.cuda.mem_get_info(device)
+    if free < whole // 2:
+        torch.cuda.empty_cache()
+
+
 def on_gpu(call: Callable[[], object], device: torch.device, to_beat: float = math.inf) -> float:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -391,12 +393,17 @@ def on_gpu(call: Callable[[], object], device: torch.device, to_beat: float = ma
             return once
         count = min(10, max(1, int(1e-3 / max(once, 1e-6))))  # a slow one shows in fewer calls
         graph = torch.cuda.CUDAGraph()
+        make_room(device)
         graph.capture_begin()  # (torch.cuda.graph would give all free memory back to the driver first, each time)
         try:
             for _ in range(count):
                 call()
-        finally:
-            graph.capture_end()
+        except Exception:
+            with suppress(RuntimeError):  # the graph is void: what it says about that is not the reason
+                graph.capture_end()
+            graph.reset()
+            raise
+        graph.capture_end()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         for mark in marks:
             graph.replay()
@@ -456,9 +463,7 @@ def rounds(region: Region) -> bool:
 TIED = 0.1
 
 
-def difference(
-    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool, turned: float = 0.001
-) -> str:
+def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool, turned: float = 0.001) -> str:
     """Empty where results agree as far as rounding lets them (`low`: to 16 bits), else what is wrong.
 
     turned: the share of whole numbers that may differ, because a comparison falls otherwise where rounding decides.

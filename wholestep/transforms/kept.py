@@ -167,6 +167,8 @@ class Values:
                 read.update((v, None) for v in op.operands if v.op is not None and v.op.phase in EARLY)
             if op.name in ANCHORS:
                 (self.written if op.phase in EARLY else self.rewritten).update(map(base_of, op.operands))
+                if op.phase in EARLY:
+                    self.written.update(op.results)
         self.read = list(read)
         if self.block.last is not None:
             self.given_back.update(map(base_of, self.block.last.operands))

@@ -385,7 +385,9 @@ def test_case(name, built):
         expected = case.expected(ins, outs)
         scratch = [torch.full(s.shape, 255, dtype=s.dtype) for s in candidate.scratch]
         assert not isinstance(kernel, Exception), kernel
-        if name.startswith(("pointwise embedding", "pointwise gather")):  # some numbers are outside of the table: they are seen
+        if name.startswith(
+            ("pointwise embedding", "pointwise gather")
+        ):  # some numbers are outside of the table: they are seen
             with pytest.raises(IndexError, match="outside of the table"):
                 kernel(*ins, *outs, *scratch)
         else:

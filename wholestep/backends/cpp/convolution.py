@@ -20,7 +20,8 @@ from ...dialects.strides import row_major, same_places
 from ...ir.core import Op, Value
 from ..kernels import Spec
 from ..providers import Launcher, Offer, Progress, Region
-from . import Candidate, build as build_kernels
+from . import Candidate
+from . import build as build_kernels
 from .compiler import digest, header, working_compiler
 
 #: what each op is called by the kernels

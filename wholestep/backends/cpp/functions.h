@@ -235,6 +235,18 @@ INLINE double copysign_(double x, double y) { return __builtin_copysign(x, y); }
 
 // ---- functions of any number ----------------------------------------------------------------------------------------
 
+// one of two by a condition that a loop does not change: by bits, since a compiler would make branches of it
+template <class T> INLINE T either(bool which, T a, T b) { return (T)(b ^ ((a ^ b) & (T)-(T)which)); }
+INLINE bool either(bool which, bool a, bool b) { return (which & a) | (!which & b); }
+INLINE float either(bool which, float a, float b) { return float_of(either<u32>(which, bits_of(a), bits_of(b))); }
+INLINE double either(bool which, double a, double b) {
+  u64 x, y;
+  __builtin_memcpy(&x, &a, 8);
+  __builtin_memcpy(&y, &b, 8);
+  x = either<u64>(which, x, y);
+  __builtin_memcpy(&a, &x, 8);
+  return a;
+}
 template <class T> INLINE T larger(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> INLINE T smaller(T a, T b) { return a < b || a != a ? a : b; }
 template <class T> INLINE T abs_(T x) { return x < 0 ? -x : x; }

@@ -61,6 +61,10 @@ class Nests:
         self.scratch = 0
         #: inside of a stretch: the dimension, and its first index
         self.known_at: tuple[int, int] | None = None
+        #: loads whose conditions are the same for the whole innermost loop, which was begun
+        self.settled: dict[Number, str] = {}
+        #: the dimension of the innermost loop, inside of it
+        self.inner: int | None = None
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
@@ -132,6 +136,8 @@ class Nests:
             digits = n.attributes["digits"]
             where = f"(u32)(({whole}){at} >> 2), (u32){at}"
             return f"uniform({seed}, {step}, {micro_batch}, {where} & 3, (u32){stream}, {digits})"
+        if n.kind == "select" and self.inner in n.varies and self.inner not in n.args[0].varies:
+            return f"either({args[0]}, ({c_type(n)}){args[1]}, ({c_type(n)}){args[2]})"
         return apply(n, args)
 
     def load(self, n: Number, args: Sequence[str]) -> str:
@@ -143,8 +149,10 @@ class Nests:
             return read
         if 0 in self.walk.specs[n.tensor].shape:
             return literal(n.value, n.type)
-        inside = " & ".join(self.inside(g) for g in n.guards)
         other = literal(n.value, n.type)
+        if n in self.settled:
+            return f"either({n.name}_inside, get(p{n.tensor}, {n.name}_at + {self.settled[n]}), {other})"
+        inside = " & ".join(self.inside(g) for g in n.guards)
         if n.value:
             other = f"(__atomic_store_n(&outside, 1, __ATOMIC_RELAXED), {other})"
         return f"{inside} ? {read} : {other}"
@@ -160,6 +168,29 @@ class Nests:
         if guard.number is not None:
             at += f" + (i64){self.names[guard.number]}"
         return f"((u64)({at}) < {guard.size}ull)"
+
+    def settle(self, loop: Loop, start: int, numbers: Sequence[Number]) -> bool:
+        """Opens a block with the conditions of loads that the innermost loop does not change: these then read in any
+        case, from the tensor's beginning if need be, since what is read on a condition keeps a loop from vectors."""
+        for n in numbers:
+            if n.kind != "load" or 0 in self.walk.specs[n.tensor].shape or any(loop.dim in a.varies for a in n.args):
+                continue
+            step = n.linear.terms.get(loop.dim, 0)
+            inner = [g for g in n.guards if loop.dim in g.at.terms]
+            if step <= 0 or len(inner) == len(n.guards) or any(self.inside(g) != "true" for g in inner):
+                continue
+            if not self.settled:
+                self.open()
+            self.settled[n] = sum_text(Linear({loop.dim: step}))
+            inside = " & ".join(self.inside(g) for g in n.guards if g not in inner)
+            where = sum_text(n.linear.plus(Linear({loop.dim: step}), -1))
+            for arg, times in zip(n.args, n.steps, strict=True):
+                where += f" + (i64){self.names[arg]} * {times}"
+            self.line(f"const bool {n.name}_inside = {inside};")
+            self.line(f"const i64 {n.name}_at = {n.name}_inside ? {where} : {-step * start};")
+            if n.value:
+                self.line(f"if (!{n.name}_inside) __atomic_store_n(&outside, 1, __ATOMIC_RELAXED);")
+        return bool(self.settled)
 
     # ---- nests -------------------------------------------------------------------------------------------------------
 
@@ -222,9 +253,12 @@ class Nests:
         for start, end in zip([0, *turns], ends, strict=True):
             low = loop.low if start == 0 else f"({loop.low} > {start} ? {loop.low} : {start})"
             high = loop.high if end == ends[-1] else f"({loop.high} < {end} ? {loop.high} : {end})"
-            self.known_at = (loop.dim, start) if turns else None
+            self.known_at, self.inner = (loop.dim, start) if turns else None, loop.dim
+            settled = self.settle(loop, start, numbers)
             self.vectors(Loop(loop.dim, low, high), [n for n in numbers if n not in drawn], aims, lanes)
-            self.known_at, self.names = None, dict(outside)
+            if settled:
+                self.close()
+            self.known_at, self.inner, self.settled, self.names = None, None, {}, dict(outside)
         if drawn:
             self.close()
         for aim in lanes:

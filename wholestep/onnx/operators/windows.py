@@ -74,9 +74,10 @@ def padding(c: Context, sizes: Sequence[int], extent: Sequence[int], stride: Seq
     """Padding before and after, given or found by `auto_pad`."""
     rank, kind = len(sizes), c.attribute("auto_pad", "NOTSET")
     if kind in ("SAME_UPPER", "SAME_LOWER"):
-        total = [
-            max(0, (-(-n // s) - 1) * s + e - n) for n, e, s in zip(sizes, extent, stride, strict=True)
-        ]  # fmt: skip
+        needed = [(-(-n // s) - 1) * s + e - n for n, e, s in zip(sizes, extent, stride, strict=True)]
+        if min(needed) < -1 and "Pool" in c.node.op_type:
+            raise c.unsupported(f"with {kind} and windows far apart runtimes begin at different places", "give it pads")
+        total = [max(0, n) for n in needed]
         less, more = [t // 2 for t in total], [t - t // 2 for t in total]
         return (less, more) if kind == "SAME_UPPER" else (more, less)
     if kind not in ("NOTSET", "VALID"):
