@@ -196,6 +196,16 @@ def pointwise_cases() -> dict[str, Case]:
         "concat": step([T(5, 3), T(5, 40), T(5, 2)], lambda b, x, y, z: b.concat([x, b.exp(y), z], dim=1)),
         "concat rows": step([T(2, 30), T(3, 30)], lambda b, x, y: b.concat([x, b.exp(y)], dim=0)),
         "pad": step([T(6, 8)], lambda b, x: b.pad(b.exp(x), low=(1, 0), high=(2, -1), value=3.0)),
+        "pad channels last": step(
+            [T(2, 5, 6, 8)],
+            lambda b, x: b.pad(b.exp(x), low=(0, 0, 1, 2), high=(0, 0, 2, -1), value=3.0),
+            {0: nhwc, 1: (405, 1, 45, 5)},
+        ),
+        "pad channels last too": step(
+            [T(2, 5, 6, 8, e=F64), T(5, 1, 1, e=F64)],
+            lambda b, x, y: b.mul(b.pad(b.exp(x), low=(0, 2, 1, 0), high=(0, 1, 0, 2), value=3.0), b.sum(y, dims=(0,))),
+            {0: nhwc, 2: (560, 1, 80, 8)},
+        ),
         "slice": step([T(9, 40)], lambda b, x: b.exp(b.slice(x, dim=1, start=3, end=38, stride=3))),
         "slice gradient": step([T(6, 3)], lambda b, x: b.slice_grad(b.exp(x), dim=1, start=1, end=7, stride=2, size=8)),
         "flip": step([T(6, 8)], lambda b, x: b.flip(b.exp(x), dims=(1,))),
@@ -403,3 +413,9 @@ def test_case(name, built):
             torch.testing.assert_close(
                 got, want, equal_nan=True, **limits, msg=lambda m, what=f"{candidate.name}, {label}": f"{what}: {m}"
             )
+
+
+def test_conditions_of_outer_loops_make_no_branches():
+    case = CASES["pointwise pad channels last"]
+    for candidate in cpp.candidates(case.function, case.specs):
+        assert "either(" in candidate.source and "? get(" not in candidate.source

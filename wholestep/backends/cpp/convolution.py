@@ -134,7 +134,7 @@ def specs_of(region: Region, op: Op) -> list[Spec]:
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
-    n, c, h, w = shape
+    _, c, h, w = shape
     return (h * w * c, 1, w * c, c)
 
 

@@ -16,7 +16,7 @@ from .nest import ALONE, Aim, Loop, Nests, Options
 from .text import HOW, STORED, c_type, neutral_of, sum_text
 from .walk import Linear, Number, Walk, Writing
 
-#: beside expensive ones: dearer than reading a number again, where it would be computed at every point, not once per row
+#: beside expensive ones: dearer than reading a number again, where each point would compute it and not each row
 DEAR = frozenset(("sqrt", "rsqrt", "div", "reciprocal"))
 STRUCTURES = ("phases", "rows", "lanes")
 #: rows side by side that one task walks
