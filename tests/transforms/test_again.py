@@ -94,11 +94,11 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(again, "attempt", counted)
-    for seed in range(200, 260):
+    for seed in range(200, 225):
         drawn = Drawn(seed, ops=10 + seed % 30)
         wanted = Executable(drawn.function)(drawn.inputs)
         fusion = fuse(drawn.function)
         verify(root_of(drawn.function))
         for mine, true in zip(run_fused(drawn.function, drawn.inputs, fusion), wanted, strict=True):
             torch.testing.assert_close(mine, true, rtol=1e-8, atol=1e-10, msg=lambda m: f"seed {seed}: {m}")  # noqa: B023
-    assert count > 20
+    assert count > 8

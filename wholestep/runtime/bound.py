@@ -65,6 +65,10 @@ class Late:
         self.call(*[replaced(a, now) for a in self.args], **{k: replaced(v, now) for k, v in self.kwargs.items()})
 
 
+#: elements of tensors that are copied together: larger ones are copied faster one by one
+TOGETHER = 1 << 21
+
+
 class Made:
     """A call that makes its results itself: they are copied to their places."""
 
@@ -81,9 +85,15 @@ class Made:
             if out is not None and value is not None:
                 if out.shape != value.shape:
                     raise WholestepError(f"{self.call} gives {list(value.shape)} where {list(out.shape)} was planned")
+                if out.numel() > TOGETHER:
+                    out.copy_(value)
+                    continue
                 outs.append(out)
                 values.append(value)
-        foreach_copy(outs, values)
+        if len(outs) == 1:
+            outs[0].copy_(values[0])
+        else:
+            foreach_copy(outs, values)
 
 
 class Choice:

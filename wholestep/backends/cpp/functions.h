@@ -254,7 +254,7 @@ INLINE float abs_(float x) { return __builtin_fabsf(x); }
 INLINE double abs_(double x) { return __builtin_fabs(x); }
 INLINE u8 abs_(u8 x) { return x; }
 template <class T> INLINE T sign_(T x) { return (T)((T)(x > 0) - (T)(x < 0)); }
-template <class T> INLINE T relu_(T x) { return x < 0 ? (T)0 : x; }
+template <class T> INLINE T relu_(T x) { return either(x < 0, (T)0, x); }
 
 // division of integers: by 0 it gives 0, where torch raises or the processor would stop
 template <class T> INLINE T trunc_div(T a, T b) { return b == 0 ? 0 : b == (T)-1 && (T)-1 < 0 ? (T)-a : (T)(a / b); }

@@ -136,14 +136,9 @@ class Nests:
             digits = n.attributes["digits"]
             where = f"(u32)(({whole}){at} >> 2), (u32){at}"
             return f"uniform({seed}, {step}, {micro_batch}, {where} & 3, (u32){stream}, {digits})"
-        if n.kind == "select" and self.inner in n.varies and self.would_branch(n.args[0]):
+        if n.kind == "select" and self.inner in n.varies and self.inner not in n.args[0].varies:
             return f"either({args[0]}, ({c_type(n)}){args[1]}, ({c_type(n)}){args[2]})"
         return apply(n, args)
-
-    def would_branch(self, condition: Number) -> bool:
-        """Whether a compiler tends to jump by a condition in the innermost loop: one that stays the same there, or is
-        made of several."""
-        return self.inner not in condition.varies or condition.kind in ("bit_and", "bit_or", "bit_xor")
 
     def load(self, n: Number, args: Sequence[str]) -> str:
         where = sum_text(n.linear)
