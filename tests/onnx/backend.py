@@ -221,10 +221,10 @@ def to_torch(x: Any, type: Any) -> Any:
         return to_torch(x, type.optional_type.elem_type)
     if kind == "sequence_type":
         return [to_torch(part, type.sequence_type.elem_type) for part in x]
-    dtype = dtype_of(type.tensor_type.elem_type)
     array = np.asarray(x)
-    if dtype is None:
-        raise OnnxUnsupportedError("its inputs are strings")
+    dtype = dtype_of(type.tensor_type.elem_type)
+    if dtype is None:  # text
+        return array
     if array.dtype.type.__module__ == "ml_dtypes" or array.dtype == ml_dtypes.bfloat16:
         array = array.astype(np.float32 if dtype.is_floating_point else np.int8)
     return torch.from_numpy(np.array(array)).to(dtype)
@@ -240,6 +240,9 @@ def to_numpy(x: Any, type: Any) -> Any:
     if kind == "sequence_type":
         return [to_numpy(part, type.sequence_type.elem_type) for part in x]
     declared = type.tensor_type.elem_type
+    if declared == onnx.TensorProto.STRING:
+        assert isinstance(x, np.ndarray) and all(isinstance(part, str) for part in x.flat), "no text"
+        return x
     assert x.dtype in (dtype_of(declared), TORCH_OWN.get(declared)), f"{x.dtype} for type {declared}"
     own = onnx.helper.tensor_dtype_to_np_dtype(declared)
     wide = x if x.dtype is dtype_of(declared) and x.dtype is not torch.bfloat16 else x.to(torch.float32)

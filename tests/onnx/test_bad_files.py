@@ -109,10 +109,16 @@ def test_a_tensor_of_three_gigabytes_in_a_small_file():
 
 
 def test_types_that_are_none():
-    for kind in (0, 8, 1000):
+    for kind in (0, 1000):
         proto = added()
         proto.graph.initializer[0].data_type = kind
         refused(proto, "tensors are not supported", OnnxUnsupportedError)
+
+
+def test_numbers_that_claim_to_be_text():
+    proto = added()
+    proto.graph.initializer[0].data_type = onnx.TensorProto.STRING
+    refused(proto, "the file holds 0 strings", OnnxFileError)
 
 
 # ---- external data ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def _pad(x: torch.Tensor, widths: Sequence[int], value: float = 0) -> torch.Tens
     for dim, (low, high) in enumerate(pairs, first):  # a negative width cuts
         inner = inner.narrow(dim, max(-low, 0), x.shape[dim] - max(-low, 0) - max(-high, 0))
     grown = [n + max(low, 0) + max(high, 0) for n, (low, high) in zip(inner.shape[first:], pairs, strict=True)]
-    out = x.new_empty([*x.shape[:first], *grown])
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    layout = torch.channels_last if last else torch.contiguous_format  # as ATen's own padding lies
+    out = torch.empty([*x.shape[:first], *grown], dtype=x.dtype, device=x.device, memory_format=layout)
     middle = out
     for dim, (low, high) in enumerate(pairs, first):  # each border is as wide as what is inside of it by then
         if low > 0:

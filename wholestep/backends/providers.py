@@ -200,6 +200,8 @@ class Generator(Provider):
     """A provider that generates code from the loop form of a region, by a package with the interface of `cpp`."""
 
     package: ClassVar[str]
+    #: modules with kernels that were written by hand for one kind of op
+    templates: ClassVar[tuple[str, ...]] = ()
 
     @property
     def code(self) -> Any:
@@ -209,7 +211,21 @@ class Generator(Provider):
     def batches(self) -> Any:
         return importlib.import_module(f"wholestep.backends.{self.batching}")
 
+    @cached_property
+    def written(self) -> list[Any]:
+        return [importlib.import_module(f"wholestep.backends.{name}") for name in self.templates]
+
+    def template(self, region: Region) -> Any:
+        """The template that runs an op of a region, or None."""
+        return next((t for t in self.written for op in region.ops if t.takes(op)), None)
+
+    def takes(self, op: Op) -> bool:
+        return any(t.takes(op) for t in self.written)
+
     def claims(self, region: Region) -> str:
+        template = self.template(region)
+        if template is not None:
+            return template.why_not(region)
         if region.parts:
             return batched.why_not(self.code, self.batches, region) if self.batching else "it is a batch"
         if region.kernel is None:
@@ -223,6 +239,9 @@ class Generator(Provider):
         return "a product is left to the libraries"
 
     def offers(self, region: Region) -> list[Offer]:
+        template = self.template(region)
+        if template is not None:
+            return template.offers(region)
         if region.parts:
             way = batched.way_of(self.code, self.batches, region)
             return [Offer(way.name, way.key, way.scratch, way)]
@@ -230,6 +249,15 @@ class Generator(Provider):
         return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found: dict[str, Launcher | Exception] = {}
+        rest = list(offers)
+        for template in self.written:
+            mine = [o for o in rest if isinstance(o.made, template.Way)]
+            rest = [o for o in rest if o not in mine]
+            found |= template.build(mine, report) if mine else {}
+        return found | (self.generated(rest, report) if rest else {})
+
+    def generated(self, offers: Sequence[Offer], report: Progress | None) -> dict[str, Launcher | Exception]:
         ways = [o.made for o in offers if isinstance(o.made, batched.Way)]
         single = [o.made for o in offers if not isinstance(o.made, batched.Way)]
         every = {c.key: c for c in (*single, *(c for way in ways for c in way.candidates))}
@@ -245,8 +273,7 @@ class Triton(Generator):
 
     name, package, devices = "triton", "triton.generate", ("cuda",)
     batching = "triton.batches"
-    #: modules with kernels that were written by hand for one kind of op
-    templates: ClassVar[tuple[str, ...]] = ("depthwise", "embedding")
+    templates = ("depthwise", "embedding")
 
     def absent(self) -> str:
         if importlib.util.find_spec("triton") is not None:
@@ -259,35 +286,10 @@ class Triton(Generator):
 
     @cached_property
     def written(self) -> list[Any]:
-        if importlib.util.find_spec("triton") is None:
-            return []
-        return [importlib.import_module(f"wholestep.backends.{name}") for name in self.templates]
-
-    def template(self, region: Region) -> Any:
-        """The template that runs an op of a region, or None."""
-        return next((t for t in self.written for op in region.ops if t.takes(op)), None)
-
-    def takes(self, op: Op) -> bool:
-        return any(t.takes(op) for t in self.written)
+        return super().written if importlib.util.find_spec("triton") is not None else []
 
     def claims(self, region: Region) -> str:
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
-        template = self.template(region)
-        return super().claims(region) if template is None else template.why_not(region)
-
-    def offers(self, region: Region) -> list[Offer]:
-        template = self.template(region)
-        return super().offers(region) if template is None else template.offers(region)
-
-    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        found: dict[str, Launcher | Exception] = {}
-        rest = list(offers)
-        for template in self.written:
-            mine = [o for o in rest if isinstance(o.made, template.Way)]
-            rest = [o for o in rest if o not in mine]
-            found |= template.build(mine, report) if mine else {}
-        return found | (super().build(rest, report) if rest else {})
+        return super().claims(region) if importlib.util.find_spec("triton") else "the package triton is not installed"
 
 
 @register_provider
@@ -296,6 +298,7 @@ class Cpp(Generator):
 
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
+    templates = ("cpp.convolution",)
 
     def absent(self) -> str:
         return self.code.missing()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..dialects.step import StepBuilder, ir_dtype, tensor_type, torch_dtype
@@ -18,7 +19,8 @@ from ..ir.builtin import add_function, module
 from ..ir.core import Op, Value
 from ..ir.types import ScalarType, TensorType
 from .dtypes import CARRIED, dtype_of, onnx_type, type_name
-from .errors import DataDependentError, OnnxGraphError, OnnxUnsupportedError
+from .errors import DataDependentError, OnnxGraphError, OnnxLimitError, OnnxUnsupportedError
+from .text import STRING_BYTES, Text, text_bytes
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -174,7 +176,7 @@ class Items(list["Item"]):
 
 
 #: what a name of the graph can stand for; None is an optional that is not there
-Item = Tensor | Items | None
+Item = Tensor | Text | Items | None
 
 
 class Context:
@@ -241,6 +243,15 @@ class Context:
         tensor = torch.as_tensor(tensor)
         return Tensor(self.program, onnx_type(tensor.dtype) if type is None else type, constant=tensor)
 
+    def text(self, array: np.ndarray) -> Text:
+        """Strings that are known now, as an output."""
+        self.walk.afford(text_bytes(array), self.where)
+        return Text(array)
+
+    def afford_text(self, strings: int, characters: int) -> None:
+        """An error where a rule is about to make more text than an import may."""
+        self.walk.afford(strings * STRING_BYTES + 4 * characters, self.where, counted=False)
+
     def tensor(self, value: Value, type: int | None = None) -> Tensor:
         """A value as a tensor of the graph; `type` where it carries a type that torch does not have."""
         return Tensor(self.program, onnx_type(torch_dtype(value.type.element)) if type is None else type, value=value)
@@ -303,7 +314,10 @@ class Context:
 
     def subgraph(self, graph: Any, inputs: Sequence[Item]) -> list[Item]:
         """Imports a subgraph (an attribute of the node) with these inputs; names outside of it are visible in it."""
-        return self.walk.subgraph(graph, inputs)
+        results = self.walk.subgraph(graph, inputs)
+        if self.name != "If" and any(isinstance(item, Text) for item in results):
+            raise self.unsupported("a body that gives text is not supported")
+        return results
 
     def apply(self, function: Callable[..., Any], *inputs: Item) -> Any:
         """Runs `function(c, *inputs)` as the rule of a node would: at import where all inputs are known."""
@@ -314,6 +328,10 @@ class Context:
     def unsupported(self, reason: str, advice: str = "") -> OnnxUnsupportedError:
         """To be raised: this use of the operator is right but not supported."""
         return OnnxUnsupportedError(f"{self.where}: {reason}" + (f"\nTry: {advice}" if advice else ""))
+
+    def limit(self, reason: str) -> OnnxLimitError:
+        """To be raised: the node asks for too much while it is imported."""
+        return OnnxLimitError(f"{self.where}: {reason}")
 
     def wrong(self, reason: str) -> OnnxGraphError:
         """To be raised: the node breaks the rules of its operator."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import defs
+from onnx import TensorProto, defs
 
 from .errors import OnnxFileError, OnnxGraphError, OnnxUnsupportedError
 from .tensors import read_tensor
+from .text import read_text
 
 OLDEST_OPSET = 1
 #: the largest file: protobuf, and so ONNX, has no larger ones
@@ -32,6 +34,8 @@ class Model:
     #: the ONNX type of each initializer
     kinds: dict[str, int]
     functions: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    #: initializers that are text
+    texts: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[Any]:
@@ -111,16 +115,19 @@ def checked(proto: Any, folder: Path | None) -> Model:
         if key in functions:
             raise OnnxGraphError(f"two functions are called {function.domain}.{function.name}")
         functions[key] = function
-    initializers, kinds = {}, {}
+    initializers, kinds, texts = {}, {}, {}
     for tensor in proto.graph.initializer:
-        if not tensor.name or tensor.name in initializers:
+        if not tensor.name or tensor.name in kinds:
             raise OnnxGraphError(f"an initializer has no name, or two have the name {tensor.name!r}")
-        initializers[tensor.name] = read_tensor(tensor, folder)
+        if tensor.data_type == TensorProto.STRING:
+            texts[tensor.name] = read_text(tensor)
+        else:
+            initializers[tensor.name] = read_tensor(tensor, folder)
         kinds[tensor.name] = tensor.data_type
     if proto.graph.sparse_initializer:
         name = proto.graph.sparse_initializer[0].values.name
         raise OnnxUnsupportedError(f"initializer {name} is sparse, which is not supported\nTry: store it densely")
-    return Model(proto, folder, opsets, initializers, kinds, functions)
+    return Model(proto, folder, opsets, initializers, kinds, functions, texts)
 
 
 def opset_versions(imports: Any) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from onnx import TensorProto
 from torch import nn
 
 from ..capture.importer import Importer, aten
@@ -21,6 +22,7 @@ from ..dialects.step import torch_dtype
 from ..ir.core import Location, Value
 from .errors import OnnxError
 from .specialise import Graph, Specialised, carried_input, own_output
+from .text import Text, text_input
 
 #: the functions of live modules, by the number that is part of the operator's call
 _LIVE: weakref.WeakValueDictionary[str, Specialised] = weakref.WeakValueDictionary()
@@ -32,7 +34,7 @@ class OnnxModule(nn.Module):
 
     It gives the graph's output, or a tuple of them. `train()` and `eval()` decide about BatchNormalization and Dropout:
     while training, batch statistics are used (and running ones updated) and elements are dropped, whatever mode the
-    file was exported for; in eval mode neither is done.
+    file was exported for; in eval mode neither is done. Text is numpy arrays of str, in and out.
     """
 
     def __init__(self, graph: Graph):
@@ -127,12 +129,15 @@ class Scope(nn.Module):
 
 
 def carried(x: Any, declared: Any, name: str) -> Any:
-    """An input as the graph computes with it: tensors (of arrays and numbers, too), lists of them or None."""
+    """An input as the graph computes with it: tensors (of arrays and numbers, too), text, lists of them or None."""
     if x is None:
         return None
+    if declared.WhichOneof("value") == "optional_type":
+        declared = declared.optional_type.elem_type
+    if declared.WhichOneof("value") == "tensor_type" and declared.tensor_type.elem_type == TensorProto.STRING:
+        return text_input(x, name)
     if isinstance(x, list | tuple):
-        inner = declared.optional_type.elem_type if declared.WhichOneof("value") == "optional_type" else declared
-        return [carried(part, inner.sequence_type.elem_type, name) for part in x]
+        return [carried(part, declared.sequence_type.elem_type, name) for part in x]
     if isinstance(x, np.ndarray | np.generic | bool | int | float):
         try:
             x = torch.as_tensor(x)
@@ -147,13 +152,15 @@ def flatten(items: Any, flat: list[torch.Tensor]) -> None:
     for item in items:
         if isinstance(item, list | tuple):
             flatten(item, flat)
-        elif item is not None:
+        elif isinstance(item, torch.Tensor):
             flat.append(item)
 
 
 def arrange(structure: Any, results: list[torch.Tensor]) -> Any:
     if structure is None:
         return None
+    if isinstance(structure, Text):
+        return structure.array.copy()  # the caller may write into it
     return [arrange(part, results) for part in structure] if isinstance(structure, list) else results[structure]
 
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from onnx import TensorProto
 
 from ..dialects.step import StepBuilder, tensor_type
 from ..ir.builtin import finish_function
@@ -20,9 +22,10 @@ from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from .context import Item, Items, Program, Source, Tensor
 from .dtypes import CARRIED, TORCH_OWN, dtype_of, type_name
-from .errors import DataDependentError, OnnxError, OnnxUnsupportedError
+from .errors import DataDependentError, OnnxError, OnnxLimitError, OnnxUnsupportedError
 from .files import Model
 from .state import State
+from .text import Text, text_bytes
 from .walk import Limits, Walk
 
 #: how many specialisations of a graph are kept
@@ -39,12 +42,12 @@ class Given:
 
 
 class Specialised:
-    """One function: which tensors it takes, what it gives."""
+    """One function: which tensors it takes, what it gives. Outputs of text are known and no results of it."""
 
     def __init__(self, program: Program, outputs: list[Item], updates: dict[str, Value]):
         self.function: Op = program.function
         self.sources: list[Source] = []
-        #: per output: number of its result, a list of such, or None; and its ONNX type
+        #: per output: number of its result, text, a list of such, or None; and the ONNX types of results
         self.structure: list[Any] = []
         self.updated = list(updates)
         values: list[Value] = []
@@ -53,8 +56,8 @@ class Specialised:
         def flat(item: Item) -> Any:
             if isinstance(item, Items):
                 return [flat(part) for part in item]
-            if item is None:
-                return None
+            if item is None or isinstance(item, Text):
+                return item
             values.append(item.value)
             self.types.append(item.type)
             return len(values) - 1
@@ -208,6 +211,8 @@ class Graph:
             return None
         if isinstance(item, list | tuple):
             return tuple(self.describe(name, part) for part in item)
+        if isinstance(item, np.ndarray):
+            return item.shape, tuple(item.reshape(-1))
         value = None
         if name in self.frozen:
             flat = item.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
@@ -237,6 +242,10 @@ class Graph:
             if declared.WhichOneof("value") != "tensor_type":
                 raise OnnxUnsupportedError(f"input {name} is neither a tensor nor a sequence of tensors")
             kind = check_tensor(x, name, declared.tensor_type, sizes)
+            if isinstance(x, np.ndarray):
+                if text_bytes(x) > self.limits.folded_bytes:
+                    raise OnnxLimitError(f"input {name}: its text takes more than {self.limits.folded_bytes} bytes")
+                return Text(x)
             count += 1
             origin = frozenset((name,))
             if name in self.frozen:
@@ -253,24 +262,28 @@ class Graph:
             named[name] = Tensor(program, kind, state=(name, self.state_types[name]))
         for name, constant in self.constants.items():
             named[name] = Tensor(program, self.model.kinds[name], constant=constant)
+        for name, text in self.model.texts.items():
+            named[name] = Text(text)
         buffers = {name for name, found in self.state.items() if found.kind == "buffer"}
         walk = Walk(self.model, program, training, self.limits, buffers)
         outputs = walk.run(named, self.outputs)
         return Specialised(program, outputs, walk.updates)
 
 
-def check_tensor(x: torch.Tensor, name: str, declared: Any, sizes: dict[str, tuple[int, str]]) -> int:
+def check_tensor(x: torch.Tensor | np.ndarray, name: str, declared: Any, sizes: dict[str, tuple[int, str]]) -> int:
     """Checks a tensor against what the graph says of an input; gives its ONNX type."""
     kind = declared.elem_type
     dtype = dtype_of(kind)
-    if dtype is None:
+    if dtype is None and kind != TensorProto.STRING:
         raise OnnxUnsupportedError(f"input {name} holds {type_name(kind)}, which is not supported")
-    if x.dtype is not dtype:
+    if isinstance(x, np.ndarray) != (kind == TensorProto.STRING):
+        raise OnnxError(f"input {name} holds {type_name(kind)}, but was given {type(x).__name__}")
+    if dtype is not None and x.dtype is not dtype:
         raise OnnxError(f"input {name} must be {dtype}, not {x.dtype}\nTry: x.to({dtype})")
     if not declared.HasField("shape"):
         return kind
     dims = declared.shape.dim
-    if len(dims) != x.dim():
+    if len(dims) != len(x.shape):
         raise OnnxError(f"input {name} must have {len(dims)} dimensions, not the shape {list(x.shape)}")
     for index, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
         which = dim.WhichOneof("value")

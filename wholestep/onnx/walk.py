@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
-from onnx import AttributeProto, defs
+from onnx import AttributeProto, TensorProto, defs
 
 from ..dialects.step import torch_dtype
 from ..errors import WholestepError
@@ -23,10 +24,11 @@ from ..ir.core import Location, Op, Value
 from ..ir.verify import declared_problem
 from .context import Context, Item, Items, Program, Rule, Tensor
 from .dtypes import element_of, onnx_type, schema_type, type_name
-from .errors import OnnxError, OnnxGraphError, OnnxLimitError, OnnxUnsupportedError
+from .errors import DataDependentError, OnnxError, OnnxGraphError, OnnxLimitError, OnnxUnsupportedError
 from .files import Model, opset_versions, plain_domain
 from .operators import nearest, rule_for
 from .tensors import read_tensor
+from .text import Text, array_of, read_text
 
 #: domains that are part of ONNX but not of networks that are trained
 REFUSED_DOMAINS = {
@@ -34,6 +36,11 @@ REFUSED_DOMAINS = {
     "ai.onnx.preview.training": "training algorithms inside the graph; give ws.compile a torch optimizer instead",
     "ai.onnx.training": "training algorithms inside the graph; give ws.compile a torch optimizer instead",
 }
+#: operators that only move, count or compare elements, so that numbers can stand for strings
+MOVES_ELEMENTS = frozenset((
+    "Concat", "Equal", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Shape",
+    "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where",
+))  # fmt: skip
 MAX_DEPTH = 40
 #: torch has no tensors of more dimensions
 MAX_RANK = 64
@@ -147,8 +154,10 @@ class Walk:
         for formal, item in zip(graph.input, inputs, strict=True):
             scope.define(formal.name, item, where)
         for tensor in graph.initializer:
-            constant = read_tensor(tensor, self.model.folder)
-            scope.define(tensor.name, Tensor(self.program, tensor.data_type, constant=constant), where)
+            constant = self.read(tensor)
+            known = isinstance(constant, np.ndarray)
+            item = Text(constant) if known else Tensor(self.program, tensor.data_type, constant=constant)
+            scope.define(tensor.name, item, where)
         if graph.sparse_initializer:
             raise OnnxUnsupportedError(f"{where} has sparse initializers, which are not supported")
         with self.inner(scope, None):
@@ -202,6 +211,9 @@ class Walk:
         attributes = self.attributes(node, schema, where)
         types = check_inputs(schema, inputs, where)
         context = Context(self, self.program, node, schema, version, attributes, where)
+        if any(has_text(item) for item in inputs):
+            results = self.call_on_text(context, domain, inputs, types)
+            return check_outputs(self.program, results, schema, types, where)
         found = rule_for(domain, node.op_type, schema.since_version)
         if found is None:
             body = self.schema_function(node, schema, inputs)
@@ -215,6 +227,49 @@ class Walk:
         padded = inputs + [None] * (0 if schema.is_infinite_ else schema.max_input_ - len(inputs))
         results = self.apply(found.rule, context, padded, found.folds)
         return check_outputs(self.program, results, schema, types, where)
+
+    def call_on_text(self, context: Context, domain: str, inputs: Sequence[Item], types: dict[str, int]) -> Any:
+        """The outputs of a node that takes text, computed now."""
+        found = rule_for(domain, context.name, context.version, text=True)
+        if found is not None:
+            return self.run_rule(found.rule, context, inputs)
+        found = rule_for(domain, context.name, context.version)
+        plain = not any(isinstance(item, Items) for item in inputs)
+        if found is None or domain or context.name not in MOVES_ELEMENTS or not plain:
+            raise context.unsupported("this operator is not supported for text", "do this to the data")
+        unknown = [item for item in inputs if not is_known(item)]
+        if unknown:
+            raise DataDependentError(
+                f"{context.where}: the text that it gives depends on the data, and text must be known at import",
+                frozenset(name for item in unknown for name in origin_of(item)),
+            )
+        return self.text_by_numbers(found.rule, context, inputs, types)
+
+    def text_by_numbers(self, rule: Rule, context: Context, inputs: Sequence[Item], types: dict[str, int]) -> Any:
+        """Runs the rule of an operator that moves or compares elements on numbers, one for each different string."""
+        numbers: dict[str, int] = {}
+        given: list[Item] = []
+        for item in inputs:
+            if isinstance(item, Text):
+                listed = [numbers.setdefault(word, len(numbers)) for word in item.array.reshape(-1)]
+                constant = torch.tensor(listed, dtype=torch.int64).reshape(item.shape)
+                item = Tensor(self.program, TensorProto.INT64, constant=constant)
+            given.append(item)
+        schema = context.schema
+        given += [None] * (0 if schema.is_infinite_ else schema.max_input_ - len(given))
+        results = self.fold(rule, context, given)
+        if results is None:
+            raise OnnxLimitError(f"{context.where}: it makes too much text at import")
+        words = array_of(numbers, [len(numbers)])
+        out: list[Item] = []
+        for index, item in enumerate(results if isinstance(results, list) else [results]):
+            formal = schema.outputs[min(index, len(schema.outputs) - 1)]
+            if types.get(formal.type_str) == TensorProto.STRING and item is not None:
+                positions = item.constant.numpy()
+                out.append(context.text(array_of(words[positions.reshape(-1)], positions.shape)))
+            else:
+                out.append(item)
+        return out
 
     def schema(self, node: Any, domain: str, where: str) -> tuple[Any, int]:
         if domain in REFUSED_DOMAINS:
@@ -291,9 +346,9 @@ class Walk:
         except UnicodeDecodeError:
             raise OnnxGraphError(f"{where}: its attribute {a.name!r} is not text") from None
         if kind == AttributeProto.TENSOR:
-            return read_tensor(a.t, self.model.folder)
+            return self.read(a.t)
         if kind == AttributeProto.TENSORS:
-            return [read_tensor(t, self.model.folder) for t in a.tensors]
+            return [self.read(t) for t in a.tensors]
         plain = {
             AttributeProto.FLOAT: "f", AttributeProto.INT: "i", AttributeProto.GRAPH: "g",
             AttributeProto.SPARSE_TENSOR: "sparse_tensor", AttributeProto.TYPE_PROTO: "tp",
@@ -304,6 +359,10 @@ class Walk:
         if kind in lists:
             return list(getattr(a, lists[kind]))
         raise OnnxUnsupportedError(f"{where}: its attribute {a.name!r} is of a kind that is not supported")
+
+    def read(self, proto: Any) -> Any:
+        """A tensor of the file: a torch tensor, or a numpy array where it is text."""
+        return read_text(proto) if proto.data_type == TensorProto.STRING else read_tensor(proto, self.model.folder)
 
     def schema_function(self, node: Any, schema: Any, inputs: Sequence[Item]) -> Any:
         """The function by which ONNX itself defines an operator; None where it has none."""
@@ -400,13 +459,23 @@ class Walk:
             op = op.next
         if bytes > self.limits.folded_bytes or flops > self.limits.folded_flops:
             return False
+        self.count_folded(bytes)
+        return True
+
+    def afford(self, bytes: int, where: str, counted: bool = True) -> None:
+        """Text that is made at import: an error where it is too much."""
+        if bytes > self.limits.folded_bytes:
+            raise OnnxLimitError(f"{where}: it makes {bytes} bytes at import, more than {self.limits.folded_bytes}")
+        if counted:
+            self.count_folded(bytes)
+
+    def count_folded(self, bytes: int) -> None:
         self.folded += bytes
         if self.folded > self.limits.all_folded_bytes:
             raise OnnxLimitError(
                 f"constants of the graph take more than {self.limits.all_folded_bytes} bytes to be computed\n"
                 "Try: fold them in the exporter (constant folding) and store the results as initializers"
             )
-        return True
 
     def check_ops(self, first: Op | None, where: str) -> None:
         """Ops that a rule made: each keeps the rules of the dialect and is of a sane size."""
@@ -461,7 +530,7 @@ def check_inputs(schema: Schema, inputs: Sequence[Item], where: str) -> dict[str
         text = type_text(item)
         if text is not None and text not in allowed and f"optional({text})" not in allowed:
             raise OnnxGraphError(f"{where}: its input {formal.name} is {text}, which it does not take")
-        if isinstance(item, Tensor) and letter in schema.constraints:
+        if isinstance(item, Tensor | Text) and letter in schema.constraints:
             same = formal.option != VARIADIC or formal.is_homogeneous
             if same and types.setdefault(letter, item.type) != item.type:
                 raise OnnxGraphError(
@@ -491,13 +560,17 @@ def check_outputs(program: Program, results: Any, schema: Schema, types: dict[st
                 and f"optional({schema_type(item.type)})" not in allowed
             ):
                 raise OnnxError(f"{where}: internal error: output {formal.name} is {item}, which the schema forbids")
+        elif isinstance(item, Text) and "tensor(string)" not in schema.constraints.get(
+            formal.type_str, {formal.type_str}
+        ):
+            raise OnnxError(f"{where}: internal error: output {formal.name} is {item}, which the schema forbids")
         out.append(item)
     return out
 
 
 def type_text(item: Item) -> str | None:
     """The type of an item as schemas write it; None where it cannot be told (an empty sequence)."""
-    if isinstance(item, Tensor):
+    if isinstance(item, Tensor | Text):
         return schema_type(item.type)
     if isinstance(item, Items) and item:
         inner = type_text(item[0])
@@ -525,6 +598,10 @@ def describe(node: Any, index: int) -> str:
 
 
 # ---- items -----------------------------------------------------------------------------------------------------------
+
+
+def has_text(item: Item) -> bool:
+    return any(has_text(part) for part in item) if isinstance(item, Items) else isinstance(item, Text)
 
 
 def is_known(item: Item) -> bool:

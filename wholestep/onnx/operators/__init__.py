@@ -35,6 +35,9 @@ own; a rule never needs to care. `Shape` and the like return `c.constant(...)`; 
 result. Tensors of a size that the file says must be made by step ops (`b.full`, `b.iota`), whose sizes are checked
 before anything runs.
 
+**Text.** Strings are known at import, as `Text` (text.py), and never part of the program. A node that takes some runs
+its rule with `text=True`, or, where it only moves elements (`walk.MOVES_ELEMENTS`), its ordinary rule on numbers.
+
 **What it may not do.** Guess. Where a case is not covered: `raise c.unsupported("what is not supported", "what to try
 instead")`. Where the node is wrong: `raise c.wrong("its ...")`. ValueError, TypeError and the like that the builder
 raises (shapes that do not broadcast) become such errors with the node's name. A wrong number is the one unforgivable
@@ -63,6 +66,7 @@ class Registered:
     since: int
     until: int | None
     folds: bool
+    text: bool
 
     def covers(self, version: int) -> bool:
         return self.since <= version and (self.until is None or version <= self.until)
@@ -72,19 +76,20 @@ RULES: dict[tuple[str, str], list[Registered]] = {}
 
 
 def operator(
-    *names: str, since: int = 1, until: int | None = None, domain: str = "", folds: bool = True
+    *names: str, since: int = 1, until: int | None = None, domain: str = "", folds: bool = True, text: bool = False
 ) -> Callable[[Rule], Rule]:
     """Registers a rule for operators of these names.
 
     It covers the versions of the operator (see `c.version`) from `since` to `until`, both included. `folds=False` says
     that the rule runs even where all inputs are known: for operators with subgraphs, and for random ones.
+    `text=True`: the rule is for nodes that take text; it computes now and gives `c.text(array)` or constants.
     """
 
     def register(rule: Rule) -> Rule:
         for name in names:
             listed = RULES.setdefault((domain, name), [])
-            new = Registered(rule, since, until, folds)
-            if any(r.covers(since) or new.covers(r.since) for r in listed):
+            new = Registered(rule, since, until, folds, text)
+            if any(r.text is text and (r.covers(since) or new.covers(r.since)) for r in listed):
                 raise ValueError(f"two rules for {domain or 'ai.onnx'}.{name}")
             listed.append(new)
         return rule
@@ -99,10 +104,10 @@ def load_all() -> None:
         importlib.import_module(f"{__name__}.{found.name}")
 
 
-def rule_for(domain: str, name: str, version: int) -> Registered | None:
-    """The rule of a version of an operator."""
+def rule_for(domain: str, name: str, version: int, text: bool = False) -> Registered | None:
+    """The rule of a version of an operator, for numbers or for text."""
     load_all()
-    return next((r for r in RULES.get((domain, name), ()) if r.covers(version)), None)
+    return next((r for r in RULES.get((domain, name), ()) if r.text is text and r.covers(version)), None)
 
 
 def nearest(name: str) -> str:

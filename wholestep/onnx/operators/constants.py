@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from onnx import TensorProto
 
 from ...dialects.step import ir_dtype
 from ..context import Context, Tensor
 from ..dtypes import element_of
+from ..text import array_of
 from . import operator
 
 
@@ -20,7 +22,9 @@ def constant(c: Context):
     value = c.attributes[kind]
     if kind == "value":
         proto = next(a.t for a in c.walk.own_attributes(c.node).values() if a.name == "value")
-        return c.constant(value, proto.data_type)
+        return c.text(value) if isinstance(value, np.ndarray) else c.constant(value, proto.data_type)
+    if kind in ("value_string", "value_strings"):
+        return c.text(array_of([value] if kind == "value_string" else value, [] if kind == "value_string" else [-1]))
     types = {"value_int": torch.int64, "value_ints": torch.int64, "value_float": torch.float32}
     types["value_floats"] = torch.float32
     if kind not in types:
@@ -36,6 +40,8 @@ def constant_of_shape(c: Context, shape: Tensor):
     value = c.attribute("value")
     if value is None:
         return c.b.full(0.0, wanted, ir_dtype(torch.float32))
+    if isinstance(value, np.ndarray):
+        raise c.unsupported("text is not supported here", "store it as an initializer")
     if value.numel() != 1:
         raise c.wrong("its value must be a single number")
     kind = next(a.t.data_type for a in c.walk.own_attributes(c.node).values() if a.name == "value")
