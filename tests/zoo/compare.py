@@ -85,8 +85,9 @@ def compare(entry: Entry, kind: str, device: str = "cpu") -> Comparison:
             null = max(null, difference)
         else:
             ordinary = max(ordinary, difference)
-    # a bias before BatchNorm is one of those whose exact gradient is zero, and its drift shows in the running mean
-    drift = 1.1 * STEPS * entry.lr[0] if kind == "adamw" and entry.null_gradients else 1e-5
+    # a bias before BatchNorm is one of those whose exact gradient is zero, and its drift shows in the running mean,
+    # added up over some channels where a product lies between them
+    drift = 5 * STEPS * entry.lr[0] if kind == "adamw" and entry.null_gradients else 1e-5
     for (name, mine), other in zip(model.named_buffers(), twin.buffers(), strict=True):
         if not torch.allclose(mine.double(), other.double(), rtol=1e-4, atol=drift):
             raise AssertionError(f"buffer {name} differs")

@@ -65,7 +65,7 @@ class Late:
         self.call(*[replaced(a, now) for a in self.args], **{k: replaced(v, now) for k, v in self.kwargs.items()})
 
 
-#: elements of tensors that are copied together: larger ones are copied faster one by one
+#: elements of tensors that a GPU copies together: larger ones are copied faster one by one
 TOGETHER = 1 << 21
 
 
@@ -85,15 +85,12 @@ class Made:
             if out is not None and value is not None:
                 if out.shape != value.shape:
                     raise WholestepError(f"{self.call} gives {list(value.shape)} where {list(out.shape)} was planned")
-                if out.numel() > TOGETHER:
+                if out.is_cuda and out.numel() <= TOGETHER and len(self.outs) > 1:
+                    outs.append(out)
+                    values.append(value)
+                else:
                     out.copy_(value)
-                    continue
-                outs.append(out)
-                values.append(value)
-        if len(outs) == 1:
-            outs[0].copy_(values[0])
-        else:
-            foreach_copy(outs, values)
+        foreach_copy(outs, values)
 
 
 class Choice:
