@@ -460,7 +460,7 @@ def rounds(region: Region) -> bool:
 
 
 #: the share of windows in which two elements may be equal once they are rounded to 16 bits
-TIED = 0.1
+TIED = 0.05
 
 
 def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool, turned: float = 0.001) -> str:
