@@ -32,12 +32,12 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.step import describe, workload  # noqa: E402
+from wholestep.bench.workload import Batch, build, cases  # noqa: E402
 from wholestep.cost.cache import through_cache, without_cache  # noqa: E402
 from wholestep.machine.description import find_description  # noqa: E402
 
-WORKLOADS = ("gpt2:8x1024", "bert:16x512", "resnet:256")
-SMALL = ("gpt2:2x16", "bert:2x16", "resnet:2")
+WORKLOADS = ("gpt2@full", "bert_large@full", "resnet50@full")
+SMALL = ("gpt2@tiny", "bert_large@tiny", "resnet50@tiny")
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
 UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
 UNITS |= {"nsecond": 1, "usecond": 1e3, "msecond": 1e6, "second": 1e9}
@@ -55,17 +55,13 @@ SELFTEST = 1 << 30
 # ---- under ncu -------------------------------------------------------------------------------------------------------
 
 
-def run_annotated(step: Any, batch: dict[str, torch.Tensor]) -> None:
-    """One step without a CUDA graph, every launch of `step.plan()` in an NVTX range `ws:<its number>`."""
-    step.annotated(**batch)
-
-
-def compiled_step(name: str, device: str, small: bool, channels_last: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+def compiled_step(name: str, device: str) -> tuple[Any, Batch]:
+    """A network of `bench/networks`, compiled in bf16, and a batch."""
     import wholestep as ws
 
-    given = workload(name, device, small, channels_last)
-    optimizer = given.optimizer(given.model)
-    return ws.compile(given.model, lambda m, **b: m(**b).loss, optimizer, given.batch, precision="bf16"), given.batch
+    given = build(cases([name], "full")[0], device)
+    batch = given.batch(0, device)
+    return ws.compile(given.model, given.loss_fn, given.optimizer()[0], batch, precision="bf16"), batch
 
 
 def predictions(planned: Any, cache_bytes: int, effective: int) -> dict[str, Any]:
@@ -112,15 +108,16 @@ def child(options: argparse.Namespace) -> None:
         return profiled([lambda: x.mul_(2.0)], options.stop_at)
     if options.child == "cache":
         return probe_cache(options, folder)
-    step, batch = compiled_step(options.child, "cuda", options.small, options.channels_last)
+    step, batch = compiled_step(options.child, "cuda")
     for _ in range(2):
-        step(**batch)
+        step(*batch)
     print(f"compiled and warm after {time.time() - options.started:.0f} s", flush=True)
     (folder / "predicted.json").write_text(json.dumps(predictions(step._compiled.static.planned, *cache_of(options))))
-    run_annotated(step, batch)  # what a first run sets up is not the step's
+    # without a CUDA graph, every launch of `step.plan()` in an NVTX range ws:<its number>
+    step.annotated(*batch)  # what a first run sets up is not the step's
     torch.cuda.synchronize()
     with Profiling(options.stop_at) as profiling:
-        run_annotated(step, batch)
+        step.annotated(*batch)
         torch.cuda.synchronize()
     (folder / "done.json").write_text(json.dumps({"stopped_early": profiling.stopped_early}))
     return None
@@ -230,7 +227,7 @@ def run_ncu(job: str, options: argparse.Namespace, folder: pathlib.Path, limit: 
     command += ["--launch-count", str(options.kernels), "-f", "-o", str(report)]
     command += [sys.executable, __file__, "--child", job, "--folder", str(folder), "--started", str(now)]
     command += ["--stop-at", str(now + 0.8 * limit)]
-    command += [flag for flag, on in (("--small", options.small), ("--channels-last", options.channels_last)) if on]
+    command += ["--small"] if options.small else []
     command += ["--cache-bytes", str(options.cache_bytes)] if options.cache_bytes else []
     log = folder / "log"
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -509,7 +506,7 @@ def save(options: argparse.Namespace, record: dict[str, Any]) -> None:
 def dry(options: argparse.Namespace) -> int:
     """Predicts alone."""
     for name in options.workloads:
-        step, _ = compiled_step(name, "cpu", options.small, options.channels_last)
+        step, _ = compiled_step(name, "cpu")
         found = predictions(step._compiled.static.planned, *cache_of(options))
         for model, pairs in found["models"].items():
             read, written = (sum(pair[i] for pair in pairs) for i in (0, 1))
@@ -524,7 +521,7 @@ def selftest(options: argparse.Namespace) -> int:
         try:
             kernels, said = run_ncu("selftest", options, pathlib.Path(folder), 120)
         except Exception as error:
-            print(f"counters do not work here: {describe(error)}\n{error}")
+            print(f"counters do not work here: {type(error).__name__}: {error}")
             return 1
     for kernel in kernels:
         print(asdict(kernel))
@@ -558,7 +555,6 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
     parser.add_argument("--workloads", nargs="+", help=f"like {' '.join(WORKLOADS)}")
     parser.add_argument("--small", action="store_true", help="tiny networks")
-    parser.add_argument("--channels-last", action="store_true", help="convolution networks and images channels last")
     parser.add_argument("--dry", action="store_true", help="predict on the CPU, measure nothing")
     parser.add_argument("--selftest", action="store_true", help="whether ncu reads counters here")
     parser.add_argument("--seconds", type=float, default=360, help="limit for everything")

@@ -161,3 +161,10 @@ def is_composite(operator: Any) -> bool:
 def without_detour(call: Any) -> Any:
     """An operator as the dispatcher takes it, without the Python method around it; anything else as it is."""
     return call._op if isinstance(call, OpOverload) else call
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """How much of what its partitioner would keep torch.compile may keep; it reads this while it compiles."""
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = share

@@ -9,7 +9,7 @@ from torch import nn
 
 from .network import SIZES, Batch, Network
 
-#: the eight of `bench/fifty.py`
+#: eight that are trained for fifty steps in the tests
 NAMES = ("gpt2", "bert_large", "llama", "vit", "resnet50", "efficientnet_b0", "wavenet", "dlrm")
 #: the twelve of `wholestep bench`
 TWELVE = (*NAMES, "wide_resnet50_2", "mobilenet_v2", "mlp_mixer", "fcn_resnet50")

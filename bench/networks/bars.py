@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wholestep.bench.summary import BEST, Bar
+from wholestep.bench.summary import BEST, UNPLANNED, Bar
 
 from . import ON_CPU, TWELVE
 
@@ -34,8 +34,10 @@ BARS: tuple[Bar, ...] = (
     *on_gpu("step time, small batch: the worst of 3", "ms", SMALL, "worst", 0.45, 0.85),
     *on_gpu("peak memory, geometric mean of 12", "peak_bytes", LARGE, "mean", 0.80, 0.85),
     *on_gpu("cold compile time, geometric mean of 12", "compile_seconds", LARGE, "mean", 0.60, 0.60),
-    Bar("moved / bound, worst transformer", "cuda", "", TRANSFORMERS, "worst", "", 1.5),
-    Bar("moved / bound, worst convolutional network", "cuda", "", CONVOLUTIONAL, "worst", "", 1.8),
+    Bar("moved / bound, worst transformer", "cuda", "moved / bound", TRANSFORMERS, "worst", "", 1.5),
+    Bar("moved / bound, worst convolutional network", "cuda", "moved / bound", CONVOLUTIONAL, "worst", "", 1.8),
+    Bar("host time per step, us, the worst", "cuda", "host_us", (*LARGE, *SMALL), "worst", "", 100),
+    Bar("peak memory off plan, the worst", "cuda", UNPLANNED, (*LARGE, *SMALL), "worst", "", 0.01),
     Bar("step time, geometric mean of 6", "cpu", "ms", CPU, "mean", "compile", 0.90),
     Bar("step time, geometric mean of 6", "cpu", "ms", CPU, "mean", "eager", 0.80),
     Bar("step time, worst of 6", "cpu", "ms", CPU, "worst", BEST, 1.00),

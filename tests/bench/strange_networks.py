@@ -11,12 +11,14 @@ from torch.nn import functional
 
 
 def build(name: str, size: str, device: str) -> Any:
-    if name not in ("plain", "moody", "broken", "images"):
+    if name not in ("plain", "moody", "broken", "images", "blocks"):
         raise ValueError(f"there is no network {name!r}")
     torch.manual_seed(0)
     first: nn.Module = nn.Linear(8, 8)
     if name == "images":
         first = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    if name == "blocks":
+        first = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
     model = nn.Sequential(first, nn.ReLU(), nn.Linear(8, 3)).to(device)
 
     def make_batch(seed: int, device: str) -> tuple[torch.Tensor, ...]:

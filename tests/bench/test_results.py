@@ -10,8 +10,9 @@ import pytest
 
 from bench.networks.bars import BARS
 from wholestep.bench import page, profile, summary
+from wholestep.bench.record import record
 from wholestep.bench.results import Results
-from wholestep.bench.summary import BEST, Bar, Table
+from wholestep.bench.summary import BEST, UNPLANNED, Bar, Table, contender_rows
 from wholestep.bench.trace import bytes_of, ran_on_device, ran_on_host
 from wholestep.bench.workload import Case
 from wholestep.errors import InputError
@@ -55,10 +56,43 @@ def test_means_and_worst_cases_are_those_of_contenders_that_agree() -> None:
     assert best.mixed == 1  # eager of b is of another run
     compiled = table.outcome(bar("mean", BEST, 0.6, "compile_seconds"))
     assert compiled.value == mean.value  # eager compiles nothing: it is not the best
-    assert table.outcome(bar("worst", "", 1.8)).value == 1.7
+    assert table.outcome(bar("worst", "", 1.8, "moved / bound")).value == 1.7
     absent = table.outcome(bar("mean", "compile", 0.6, cases=(*BOTH, ("c", "full"))))
     assert absent.verdict == "2 of 3 measured"
     assert table.outcome(bar("mean", "compile", 0.6, cases=(("c", "full"),))).verdict == "not measured"
+
+
+def test_figures_of_ours_alone() -> None:
+    facts = {"planned_peak": 1000, "moved / bound": 1.2}
+    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, peak_bytes=1005)])
+    one = (("a", "full"),)
+    host = table.outcome(bar("worst", "", 100, "host_us", one))
+    assert host.value == 120.0 and host.verdict == "no" and host.worst == "a@full 120"
+    off = table.outcome(bar("worst", "", 0.01, UNPLANNED, one))
+    assert off.value == pytest.approx(0.005) and off.verdict == "yes" and off.worst == "a@full 0.005"
+
+
+def test_budgets_and_variants_are_shown_and_are_no_rivals() -> None:
+    entries = [
+        entry("a", "wholestep", 8.0),
+        entry("a", "eager", 20.0),
+        entry("a", "wholestep:0.5", 9.0, peak_bytes=400.0, warm=True),
+        entry("a", "wholestep:0.7", 8.5, peak_bytes=600.0, warm=True),
+        entry("a", "compile:0.3", 1.0, peak_bytes=1.0),
+        entry("a", "checkpoint", 2.0, peak_bytes=1.0),
+        entry("a", "aten", 3.0),
+    ]
+    for each in entries:
+        each |= {"distance": 0.001, "command": "wholestep bench a"}
+    table = Table(entries)
+    assert table.ratio(("a", "full"), BEST, "ms") == (0.4, "eager")
+    order = [row[1] for row in contender_rows(table)[1]]
+    assert order == ["wholestep", "wholestep:0.7", "wholestep:0.5", "eager", "compile:0.3", "aten", "checkpoint"]
+    text = record(entries)
+    assert "| wholestep:0.7 | 8.50 |" in text and "8.5 (warm)" in text and "0.10% of 1.00%, 2 steps" in text
+    drawn = page.plots(entries)["bench_memory_a_full_cuda_bf16.svg"]
+    assert drawn.count("<polyline") == 5
+    assert "bench_memory_b_full_cuda_bf16.svg" not in page.plots(canned())
 
 
 def test_bars_name_networks_that_there_are() -> None:

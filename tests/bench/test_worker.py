@@ -52,6 +52,16 @@ def test_ours_and_eager_train_alike_and_answer_all_orders() -> None:
     assert profile["families"]["gemm"]["bytes"] > 0 and profile["families"]["optimizer"]["us"] > 0
 
 
+def test_budgets_checkpoints_and_atens_kernels_train_as_eager_does() -> None:
+    (theirs,) = serving("eager", "blocks", PREPARE)
+    for contender in ("aten", "wholestep:1", "checkpoint"):
+        ours, load, facts = serving(contender, "blocks", PREPARE, {"do": "device_load"}, {"do": "facts"})
+        assert verdict(ours["losses"], Reference(theirs["losses"], 1e-6))["status"] == "agrees"
+        assert load == {}  # there is no device beside the host
+        assert (facts == {}) == (contender == "checkpoint")
+    assert "no list of equal blocks" in serving("checkpoint", "plain", PREPARE)[0]["error"]
+
+
 def test_a_network_that_changes_when_compiled_disagrees() -> None:
     (theirs,), (ours,) = serving("eager", "moody", PREPARE), serving("wholestep", "moody", PREPARE)
     found = verdict(ours["losses"], Reference(theirs["losses"], 1e-3))

@@ -8,11 +8,14 @@ from typing import Any
 
 from ..cost.html import STYLE
 from . import profile as profiles
-from .contenders import CONTENDERS, OURS
+from .contenders import RIVALS, rank, split
 from .results import Entry
 from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_rows, machines
 
 COLOURS = {
+    "wholestep": "#d62728",
+    "aten": "#e899a0",
+    "checkpoint": "#8c564b",
     "eager": "#9d9d9d",
     "compile": "#f58518",
     "compile-reduce-overhead": "#4c78a8",
@@ -28,7 +31,7 @@ def plot(table: Table, figure: str, title: str) -> str:
     """Ours / theirs, a row per case and a dot per contender, with a line where they are equal. "" without a ratio."""
     rows: list[tuple[str, dict[str, float]]] = []
     for case in table.rows:
-        found = {name: table.ratio(case, name, figure) for name in CONTENDERS if name != OURS}
+        found = {name: table.ratio(case, name, figure) for name in RIVALS}
         known = {name: ratio[0] for name, ratio in found.items() if ratio is not None}
         if known:
             rows.append((f"{case[0]}@{case[1]}" if case[1] else case[0], known))
@@ -65,6 +68,51 @@ def plot(table: Table, figure: str, title: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def memory_plot(table: Table, case: tuple[str, str], title: str) -> str:
+    """Milliseconds against peak memory: a line per contender that was given budgets, a dot for each other one.
+
+    "" where nobody had a budget.
+    """
+    row = table.rows[case]
+    if not any(split(name)[1] is not None for name in row):
+        return ""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for name in sorted(row, key=rank):
+        ms, peak = table.figure(case, name, "ms"), table.figure(case, name, "peak_bytes")
+        if ms is not None and peak is not None:
+            lines.setdefault(split(name)[0], []).append((peak / 1e9, ms))
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        return ""
+    right, top = (1.05 * max(p[i] for p in points) for i in (0, 1))
+    bottom, height = 0.9 * min(p[1] for p in points), 420
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return 70 + (WIDTH - 90) * x / right, 40 + (height - 90) * (1 - (y - bottom) / (top - bottom))
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="70" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{WIDTH / 2}" y="{height - 10}">peak memory, GB</text><text x="8" y="34">ms per step</text>',
+    ]
+    for i in range(5):
+        x, y = right * i / 4, bottom + (top - bottom) * i / 4
+        across, down = place(x, y)
+        parts.append(f'<line x1="70" x2="{WIDTH - 20}" y1="{down:.1f}" y2="{down:.1f}" stroke="#eee"/>')
+        parts.append(f'<text x="8" y="{down + 4:.1f}">{y:.3g}</text>')
+        parts.append(f'<text x="{across - 10:.1f}" y="{height - 32}">{x:.3g}</text>')
+    for number, (name, found) in enumerate(lines.items()):
+        places, colour = [place(*point) for point in found], COLOURS[name]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places]
+        parts.append(f'<circle cx="{WIDTH - 210}" cy="{50 + 18 * number}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{WIDTH - 200}" y="{54 + 18 * number}">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def plots(entries: Sequence[Entry]) -> dict[str, str]:
     """All plots, by a name for their file: figure, device and precision."""
     found: dict[str, str] = {}
@@ -74,6 +122,11 @@ def plots(entries: Sequence[Entry]) -> dict[str, str]:
             if drawn:
                 name = f"bench_{words.replace(' ', '_')}_{device}_{precision}.svg"
                 found[name] = drawn
+        table = Table(listed)
+        for case in table.rows:
+            drawn = memory_plot(table, case, f"{'@'.join(case)}: time against memory ({machine}, {precision})")
+            if drawn:
+                found[f"bench_memory_{case[0]}_{case[1]}_{device}_{precision}.svg"] = drawn
     return found
 
 

@@ -1,7 +1,8 @@
 """Contenders on one case: each in a process that stays alive, all taking turns, losses compared before any time counts.
 
-A process has caches of its own in a temporary folder, so that what it compiles is compiled cold. Only one works at a
-time. With `together`, processes that do not time kernels compile at once, which is noted; they are never timed at once.
+A process has caches of its own in a temporary folder, so that what it compiles is compiled cold (ours with a budget
+uses those of ours without one). Only one works at a time. With `together`, processes that do not time kernels compile
+at once, which is noted; they are never timed at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from . import agreement
-from .contenders import EAGER, MEASURING, OURS
+from .contenders import EAGER, OURS, is_ours, measures, rank, split
 from .workload import NETWORKS, Case
 
 #: what a process runs: the time that importing Wholestep takes after torch counts as a part of its compile time
@@ -70,14 +71,22 @@ class Failed(Exception):
 class Runner:
     """A contender's process, seen from the parent."""
 
-    def __init__(self, case: Case, contender: str, settings: Settings, folder: Path, deadline: float):
+    def __init__(
+        self,
+        case: Case,
+        contender: str,
+        settings: Settings,
+        folder: Path,
+        deadline: float,
+        caches: Path | None = None,
+    ):
         self.contender, self.deadline = contender, deadline
         self.left = settings.limit  # seconds that it may still work
         self.limit = settings.limit
-        place = folder / f"{contender}-{secrets.token_hex(4)}"
+        place = folder / f"{contender.replace(':', '-')}-{secrets.token_hex(4)}"
         place.mkdir(parents=True)
-        self.log = place / "log"
-        environ = dict(os.environ) | {name: str(place / cache) for name, cache in CACHES.items()}
+        self.log, self.caches = place / "log", caches or place
+        environ = dict(os.environ) | {name: str(self.caches / cache) for name, cache in CACHES.items()}
         environ |= {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if settings.profile:  # kernels that PyTorch generates for a CPU name themselves, which costs a little
             environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
@@ -189,7 +198,7 @@ class Race:
     def run(self, contenders: Sequence[str], work: Callable[[Race], None]) -> dict[str, Entry]:
         """Prepares, then `work` with all that agree. Who found no memory beside the others has another try after them,
         with ours alone."""
-        wanted = sorted(contenders, key=lambda name: (name != EAGER, name != OURS))  # the reference, ours, the others
+        wanted = sorted(contenders, key=lambda name: (name != EAGER, rank(name)))  # the reference, ours, the others
         if EAGER not in wanted and self.reference is None:
             wanted.insert(0, EAGER)
         with tempfile.TemporaryDirectory(prefix="wholestep-bench-") as folder:
@@ -234,15 +243,19 @@ class Race:
         """Who compiles at once: nobody, or with `together` those that do not time kernels meanwhile."""
         if not self.settings.together:
             return [[name] for name in wanted]
-        alone = [[name] for name in wanted if name in (EAGER, *MEASURING)]
-        return [*alone, *filter(None, [[name for name in wanted if name not in (EAGER, *MEASURING)]])]
+        alone = [[name] for name in wanted if name == EAGER or measures(name)]
+        return [*alone, *filter(None, [[name for name in wanted if name != EAGER and not measures(name)]])]
 
     def begin(self, names: Sequence[str], folder: Path) -> None:
         """Starts processes, and waits until they are ready."""
         for name in names:
             self.entries[name] = {"status": "failed"}
+            caches = None
+            if is_ours(name) and split(name)[1] is not None and OURS in self.runners:
+                caches = self.runners[OURS].caches  # how long it compiles is no figure of a budget
+                self.entries[name]["warm"] = True
             try:
-                self.runners[name] = Runner(self.case, name, self.settings, folder, self.deadline)
+                self.runners[name] = Runner(self.case, name, self.settings, folder, self.deadline, caches)
             except Failed as error:
                 self.fail(name, error)
         for name in names:
@@ -318,10 +331,11 @@ class Race:
         for name in list(self.runners):
             try:
                 self.entries[name] |= self.runners[name].ask("memory")
+                self.entries[name] |= self.runners[name].ask("device_load")
             except Failed as error:
                 self.fail(name, error)
                 continue
-            if name == OURS:
+            if is_ours(name):
                 self.entries[name]["facts"] = self.facts_of(name)
             self.samples.setdefault(name, []).extend(samples[name])
             self.entries[name]["ms"] = spread(self.samples[name])

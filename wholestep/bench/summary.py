@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from .contenders import CONTENDERS, EAGER, OURS
+from .contenders import EAGER, OURS, RIVALS, rank
 from .results import Entry
 
 BEGIN, END = "<!-- wholestep bench: begin -->", "<!-- wholestep bench: end -->"
 #: figures of an entry, as a table names them
 FIGURES = {"ms": "step time", "peak_bytes": "peak memory", "compile_seconds": "cold compile time"}
 BEST = "best"
+#: share by which the measured peak differs from the planned one
+UNPLANNED = "peak off plan"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
     """What must hold: a figure's ratio to a contender (or to the best of all) over some cases.
 
-    `over`: "mean" (geometric) or "worst". A bar of moved / bound compares with nobody: `against` is "".
+    `over`: "mean" (geometric) or "worst". A bar that compares with nobody (moved / bound, host time) has `against` "".
     """
 
     what: str
@@ -75,7 +77,8 @@ class Table:
 
     def others(self, case: tuple[str, str], figure: str) -> dict[str, float]:
         """What the contenders beside ours have. Eager compiles nothing, so its compile time is not one."""
-        names = [n for n in self.rows.get(case, {}) if n != OURS and not (n == EAGER and figure == "compile_seconds")]
+        row = self.rows.get(case, {})
+        names = [n for n in RIVALS if n in row and not (n == EAGER and figure == "compile_seconds")]
         found = {name: self.figure(case, name, figure) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -92,15 +95,23 @@ class Table:
         row = self.rows[case]
         return row[OURS].get("race") == row[contender].get("race")
 
+    def own(self, case: tuple[str, str], figure: str) -> float | None:
+        """A figure of ours that compares with nobody: of its facts, or how far its peak is from the planned one."""
+        entry = self.rows.get(case, {}).get(OURS)
+        if entry is None or entry["status"] != "agrees":
+            return None
+        if figure == UNPLANNED:
+            planned, peak = entry.get("facts", {}).get("planned_peak"), entry.get("peak_bytes")
+            return None if not planned or peak is None else abs(peak / planned - 1)
+        return entry.get("facts", {}).get(figure, entry.get(figure))
+
     def outcome(self, bar: Bar) -> Outcome:
         values: dict[tuple[str, str], float] = {}
         mixed = 0
         for case in bar.cases:
             if not bar.against:
-                entry = self.rows.get(case, {}).get(OURS)
-                value = (entry or {}).get("facts", {}).get("moved / bound")
-                if entry is not None and entry["status"] == "agrees" and value is not None:
-                    values[case] = value
+                if (own := self.own(case, bar.figure)) is not None:
+                    values[case] = own
             elif (found := self.ratio(case, bar.against, bar.figure)) is not None:
                 values[case] = found[0]
                 mixed += not self.one_run(case, found[1])
@@ -108,7 +119,7 @@ class Table:
             return Outcome(bar, None, 0, 0, "")
         worst = max(values, key=lambda case: values[case])
         value = geometric_mean(list(values.values())) if bar.over == "mean" else values[worst]
-        return Outcome(bar, value, len(values), mixed, f"{worst[0]}@{worst[1]} {values[worst]:.2f}")
+        return Outcome(bar, value, len(values), mixed, f"{worst[0]}@{worst[1]} {values[worst]:.{digits(bar)}f}")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -126,14 +137,19 @@ def machines(entries: Sequence[Entry]) -> dict[tuple[str, str, str], list[Entry]
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
+def digits(bar: Bar) -> int:
+    """Decimals that tell whether a bar of this height holds."""
+    return 0 if bar.most >= 10 else 2 if bar.most >= 0.1 else 3
+
+
 def bar_rows(table: Table, bars: Sequence[Bar]) -> list[list[str]]:
     """A row per bar: what, against whom, the bar, what was measured, whether it holds."""
     rows = []
     for bar in bars:
         found = table.outcome(bar)
-        value = "-" if found.value is None else f"{found.value:.2f}{'*' if found.mixed else ''}"
+        value = "-" if found.value is None else f"{found.value:.{digits(bar)}f}{'*' if found.mixed else ''}"
         against = {BEST: "the best of all", "": "-"}.get(bar.against, bar.against)
-        rows.append([bar.what, against, f"≤ {bar.most:.2f}", value, found.verdict, found.worst])
+        rows.append([bar.what, against, f"≤ {bar.most:.{digits(bar)}f}", value, found.verdict, found.worst])
     return rows
 
 
@@ -142,7 +158,7 @@ BAR_COLUMNS = ("what", "against", "bar", "measured", "holds", "worst")
 
 def case_rows(table: Table) -> tuple[list[str], list[list[str]]]:
     """A row per case: milliseconds and ratio, memory and compile seconds of every contender."""
-    present = [n for n in CONTENDERS if any(n in row for row in table.rows.values())]
+    present = [n for n in (OURS, *RIVALS) if any(n in row for row in table.rows.values())]
     columns = ["network", "batch", *(f"{n}: ms, GB, compile s" for n in present), "ours / best", "moved / bound"]
     rows = []
     for case, row in table.rows.items():
@@ -160,7 +176,7 @@ def contender_rows(table: Table) -> tuple[list[str], list[list[str]]]:
     columns = ["network", "contender", "ms", "quartiles", "GB", "compile s", "ours / theirs", "loss apart"]
     rows = []
     for case, row in table.rows.items():
-        for name in sorted(row, key=CONTENDERS.index):
+        for name in sorted(row, key=rank):
             entry = row[name]
             cells = ["-"] * 6
             if entry["status"] == "agrees" and "ms" in entry:

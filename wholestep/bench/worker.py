@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from . import profile as profiles
-from .contenders import OURS, Trainer, make, torch_step
+from .contenders import Trainer, is_ours, make, torch_step
 from .memory import Peak, release, size_of
 from .workload import Batch, Case, Workload, build
 
@@ -27,6 +28,7 @@ from .workload import Batch, Case, Workload, build
 WARM = 2
 LEAST, MOST = 3, 200
 PROFILED = 3
+HOST_TIMES = 20
 
 
 class Worker:
@@ -51,7 +53,7 @@ class Worker:
         wait(self.device)
 
     def build(self) -> Workload:
-        return build(self.case, self.device, self.module, self.bind, self.contender == OURS)
+        return build(self.case, self.device, self.module, self.bind, is_ours(self.contender))
 
     # ---- orders ------------------------------------------------------------------------------------------------------
 
@@ -66,11 +68,11 @@ class Worker:
             self.contender, workload, self.precision, self.batch, self.case.network, self.module
         )
         made = time.perf_counter() - start
-        losses = [float(trainer.step(self.batch))]
+        losses = [float(trainer(self.batch))]
         self.wait()
         first = time.perf_counter() - start
         # importing PyTorch's compiler happens inside its first call; importing ours happened before this one
-        imported = self.import_seconds if self.contender == OURS else 0.0
+        imported = self.import_seconds if is_ours(self.contender) else 0.0
         self.peak = Peak(workload, trainer, self.batch, self.device)
         self.peak.start()
         seconds = []
@@ -78,7 +80,7 @@ class Worker:
             batch = workload.batch(seed, self.device)
             wait(self.device)
             begin = time.perf_counter()
-            losses.append(float(trainer.step(batch)))
+            losses.append(float(trainer(batch)))
             self.wait()
             seconds.append(time.perf_counter() - begin)
             del batch
@@ -110,7 +112,10 @@ class Worker:
             "seconds": report["seconds"],
             "execution": report["execution"]["by"],
             "why": report["execution"].get("why", ""),
-            "families": {name: share["bytes"] for name, share in kernels.get("families", {}).items()},
+            "launches": len(whole.plan().launches),
+            "providers": kernels.get("providers", {}),
+            "families": kernels.get("families", {}),
+            "excluded": [f"{each['way']}: {each['why']}" for each in kernels.get("excluded", [])],
         }
 
     def rounded(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +130,7 @@ class Worker:
             if name == "nudged":
                 nudge(workload.model)
             trainer = torch_step(workload, workload.loss_fn, "bf16" if name == "again" else "fp32")
-            curves[name] = [float(trainer.step(workload.batch(i, self.device))) for i in range(order["steps"])]
+            curves[name] = [float(trainer(workload.batch(i, self.device))) for i in range(order["steps"])]
             del workload, trainer
             release(self.device)
         return {"rounded": curves}
@@ -144,13 +149,43 @@ class Worker:
 
     def block(self, trainer: Trainer, steps: int) -> float:
         for _ in range(WARM):
-            trainer.step(self.batch)
+            trainer(self.batch)
         self.wait()
         start = time.perf_counter()
         for _ in range(steps):
-            trainer.step(self.batch)
+            trainer(self.batch)
         self.wait()
         return (time.perf_counter() - start) / steps
+
+    def device_load(self, order: dict[str, Any]) -> dict[str, Any]:
+        """On a GPU: how long the host is busy with a step, and what the device runs in one.
+
+        Host time is from the call of a step to its return, without the learning rate's schedule: with nothing in the
+        device's queue, and per step of some in a row (where a full queue makes the host wait).
+        """
+        assert self.trainer is not None
+        if self.device != "cuda" or self.trainer.jax is not None:
+            return {}
+        step, alone = self.trainer.step, []
+        for _ in range(HOST_TIMES):
+            self.wait()
+            start = time.perf_counter()
+            step(self.batch)
+            alone.append(time.perf_counter() - start)
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(HOST_TIMES):
+            step(self.batch)
+        queued = (time.perf_counter() - start) / HOST_TIMES
+        self.wait()
+        ran, _ = profiles.traced(lambda: step(self.batch), self.device, 1, listing=False)
+        others = [each for each in ran if each.name.startswith(("Memcpy", "Memset"))]
+        return {
+            "host_us": statistics.median(alone) * 1e6,
+            "host_us_queued": queued * 1e6,
+            "kernels": len(ran) - len(others),
+            "copies_and_fills": len(others),
+        }
 
     def memory(self, order: dict[str, Any]) -> dict[str, Any]:
         """The most memory that steps after the first took, and the tensors that last from step to step."""
@@ -166,7 +201,7 @@ class Worker:
     def profile(self, order: dict[str, Any]) -> dict[str, Any]:
         """Time and bytes by kernel family."""
         assert self.trainer is not None
-        step, batch = self.trainer.step, self.batch
+        step, batch = self.trainer, self.batch
         if self.trainer.whole is not None:
             return profiles.of_ours(self.trainer.whole, lambda: step(batch), self.device, PROFILED)
         return profiles.of_torch(lambda: step(batch), self.device, PROFILED)

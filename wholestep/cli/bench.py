@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from wholestep.bench import page, profile, summary
-from wholestep.bench.contenders import CONTENDERS, EAGER, MODES, OURS, PRECISIONS
+from wholestep.bench import page, profile, record, summary
+from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, MODES, OURS, PRECISIONS
 from wholestep.bench.race import Race, Settings
 from wholestep.bench.results import Results, circumstances
 from wholestep.bench.workload import NETWORKS, Case, cases, networks
@@ -27,6 +27,9 @@ from wholestep.cli.console import Console
 from wholestep.errors import InputError
 from wholestep.options import near
 
+HELP = f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none; with a budget of memory: " + ", ".join(
+    f"{name}:0.7" for name in BUDGETED
+)
 #: seconds below which no further case is begun
 LEAST_SECONDS = 20.0
 
@@ -34,7 +37,7 @@ LEAST_SECONDS = 20.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="networks (resnet50, resnet50@few) or ONNX files (default: all)")
-    add("--against", metavar="A,B", help=f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none")
+    add("--against", metavar="A,B", help=HELP)
     add(
         "--size",
         help="the size of networks that are named without one: full, few, cpu, ... (default: full; on a CPU cpu)",
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, help="bf16 (default on a GPU) or fp32")
     add("--json", metavar="FILE", help="keep results in this file; entries that are not measured now stay")
     add("--html", metavar="FILE", help="write all results of the file as one page")
+    add("--record", metavar="FILE", help="write all results of the file as one Markdown page")
     add("--plots", metavar="FOLDER", help="write plots as SVG there")
     add("--readme", metavar="FILE", help="write the summary between the markers of this page")
     add("--summary", metavar="JSON", help="measure nothing: show what is in this file, with the bars that hold")
@@ -167,11 +171,13 @@ def show_profile(console: Console, case: str, group: Mapping[str, Mapping[str, A
 
 def write_pages(results: Results, args: argparse.Namespace) -> None:
     """The files that were asked for, from all results."""
-    if not (args.html or args.plots or args.readme):
+    if not (args.html or args.plots or args.readme or args.record):
         return
     bars = bars_of(args.networks)
     if args.html:
         write(Path(args.html), page.page(results.entries, results.profiles, bars))
+    if args.record:
+        write(Path(args.record), record.record(results.entries))
     if args.plots:
         for name, drawn in page.plots(results.entries).items():
             write(Path(args.plots) / name, drawn)
@@ -208,10 +214,15 @@ def rivals(given: str | None, device: str) -> list[str]:
     if given is None:
         return [EAGER, *MODES] if device == "cuda" else [EAGER, "compile"]  # jax: only where it is asked for
     names = [name for name in given.split(",") if name not in ("", "none", OURS)]
-    for name in names:
+    for text in names:
+        name, colon, share = text.partition(":")
         if name not in CONTENDERS:
             hint = near(name, CONTENDERS)
-            raise InputError(f"--against names {name!r}; contenders are {', '.join(CONTENDERS[1:])}{hint}")
+            raise InputError(f"--against names {text!r}; contenders are {', '.join(CONTENDERS[1:])}{hint}")
+        if colon and (name not in BUDGETED or not is_share(share)):
+            raise InputError(
+                f"--against names {text!r}; a budget of memory is a share such as 0.7, of {' or '.join(BUDGETED)}"
+            )
     return list(dict.fromkeys(names))
 
 
@@ -223,6 +234,13 @@ def bound(given: Sequence[str]) -> dict[str, int]:
             raise InputError(f"--bind takes a dimension and its size, such as batch=8, not {text!r}")
         found[name] = int(size)
     return found
+
+
+def is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
 
 
 def existing(file: str) -> Path:

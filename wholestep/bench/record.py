@@ -1,0 +1,110 @@
+"""The record of a benchmark: a Markdown page with all that was measured, case by case, made from the results' JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .contenders import OURS, rank
+from .results import Entry
+from .summary import Table, about, machines, markdown_table
+
+HEAD = (
+    "# Training steps side by side",
+    "",
+    "Made by `wholestep bench --summary bench/results/bench.json --record bench/results/bench.md`.",
+    "",
+    "- *ms*: median and quartiles of blocks of steps, all contenders in turn, each in a process of its own.",
+    "- *host us*: from the call of a step to its return, with an empty queue, and per step of 20 in a row (where a "
+    "full queue makes the host wait).",
+    "- *peak GB*: the allocator's peak, or what CUDA graphs keep if that is more.",
+    "- *kernels*: what the profiler saw the device run in a step.",
+    "- *compile s*: to the end of the first step with empty caches; *not alone*: others compiled at the same time; "
+    "*warm*: with ours' caches.",
+    "- *loss apart*: largest relative distance of smoothed losses from eager's, of what is allowed: twice what "
+    "rounding does to eager training, at least 1 % in bf16.",
+    "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
+    "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
+    '`providers=["aten"]`.',
+)
+CONTENDER_COLUMNS = (
+    "contender",
+    "ms",
+    "quartiles",
+    "host us alone",
+    "in a row",
+    "peak GB",
+    "planned GB",
+    "kernels",
+    "copies, fills",
+    "moved / bound",
+    "compile s",
+    "loss apart",
+)
+
+
+def record(entries: Sequence[Entry]) -> str:
+    """All that was measured, case by case: everybody's figures, and of ours who runs what."""
+    lines = [*HEAD]
+    for found in machines(entries).values():
+        table = Table(found)
+        lines += ["", f"## {about(found)}"]
+        for case, row in table.rows.items():
+            items = next((entry["items"] for entry in row.values() if entry.get("items")), "")
+            lines += ["", f"### {'@'.join(filter(None, case))}: {items}", ""]
+            lines += markdown_table(CONTENDER_COLUMNS, [record_row(row[name], name) for name in sorted(row, key=rank)])
+            if OURS in row and row[OURS].get("facts", {}).get("providers"):
+                lines += ["", *share_lines(row[OURS]["facts"])]
+            commands = dict.fromkeys(entry["command"] for entry in row.values())
+            lines += ["", *(f"`{command}`" for command in commands)]
+    return "\n".join(lines) + "\n"
+
+
+def record_row(entry: Entry, name: str) -> list[str]:
+    """A contender's figures; "-" where one is not known."""
+    if entry["status"] != "agrees" or "ms" not in entry:
+        words = f"losses disagree: {entry.get('distance') or 'not finite'}" if "losses" in entry else "failed"
+        return [name, entry.get("why", words), *["-"] * (len(CONTENDER_COLUMNS) - 2)]
+    facts, ms = entry.get("facts", {}), entry["ms"]
+
+    def number(value: float | None, decimals: int = 0, unit: float = 1.0) -> str:
+        return "-" if value is None else f"{value / unit:.{decimals}f}"
+
+    notes = "".join([" (warm)" if entry.get("warm") else "", "" if entry.get("alone", True) else " (not alone)"])
+    return [
+        name,
+        f"{ms['median']:.2f}",
+        f"{ms['low']:.2f} .. {ms['high']:.2f}",
+        number(entry.get("host_us")),
+        number(entry.get("host_us_queued")),
+        number(entry.get("peak_bytes"), 3, 1e9),
+        number(facts.get("planned_peak"), 3, 1e9),
+        number(entry.get("kernels")),
+        number(entry.get("copies_and_fills")),
+        number(facts.get("moved / bound"), 2),
+        f"{entry['compile_seconds']:.1f}{notes}",
+        f"{entry['distance']:.2%} of {entry['tolerance']:.2%}, {len(entry['losses'])} steps",
+    ]
+
+
+def share_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Who runs ours, and which families of kernels it has."""
+    rows = []
+    for kind in ("providers", "families"):
+        whole = sum(share["bytes"] for share in facts[kind].values()) or 1
+        for name, share in facts[kind].items():
+            seconds = share["measured seconds"]
+            rows.append(
+                [
+                    f"{kind.removesuffix('s').replace('familie', 'family')} {name}",
+                    str(share["launches"]),
+                    str(share["distinct"]),
+                    f"{share['bytes'] / 1e9:.2f}",
+                    f"{share['bytes'] / whole:.1%}",
+                    "-" if seconds is None else f"{seconds * 1e3:.2f}",
+                    f"{share['modelled seconds'] * 1e3:.2f}",
+                ]
+            )
+    phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in facts["seconds"].items())
+    lines = markdown_table(("of ours", "launches", "distinct", "GB", "share", "measured ms", "modelled ms"), rows)
+    return [*lines, "", f"Compile seconds: {phases}. {facts['execution']}."]
