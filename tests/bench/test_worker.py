@@ -26,13 +26,18 @@ def aten_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_PROVIDERS", "aten")  # nothing is built
 
 
-def serving(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
+def told(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
     begin = {"do": "begin", "contender": contender, "case": [network, "tiny"], "precision": precision}
     begin |= {"device": "cpu", "threads": 0, "networks": NETWORKS, "bind": {}}
     answers: list[dict[str, Any]] = []
     serve(io.StringIO("\n".join(map(json.dumps, [begin, *orders, {"do": "end"}]))), answers.append)
-    assert answers[0] == {"ready": True}
-    return answers[1:]
+    return answers
+
+
+def serving(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
+    ready, *answers = told(contender, network, *orders, precision=precision)
+    assert ready == {"ready": True}
+    return answers
 
 
 PREPARE = {"do": "prepare", "steps": 3}
@@ -79,8 +84,8 @@ def test_a_nudge_moves_weights_by_their_last_bit() -> None:
 def test_a_failure_is_an_answer() -> None:
     (broken,) = serving("wholestep", "broken", PREPARE)
     assert "this network will not be compiled" in broken["error"] and not broken["out_of_memory"]
-    (absent,) = serving("eager", "nobody", PREPARE)
-    assert "there is no network 'nobody'" in absent["error"]
+    absent = told("eager", "nobody")
+    assert "there is no network 'nobody'" in absent[0]["error"]
 
 
 def test_jax_trains_as_eager_does_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,13 @@ class Worker:
         self.contender, self.precision, self.device = order["contender"], order["precision"], order["device"]
         self.case, self.module, self.bind = Case(*order["case"]), order["networks"], order["bind"]
         self.import_seconds = import_seconds
-        self.workload: Workload | None = None
         self.trainer: Trainer | None = None
         self.batch: Batch = ()
         self.peak: Peak | None = None
         self.steps = 0
         if self.device == "cpu" and order["threads"]:
             torch.set_num_threads(order["threads"])
+        self.workload = self.build()  # before anything counts, and with `together` beside the others
 
     def wait(self) -> None:
         """Until all that was begun is done."""
@@ -59,7 +59,7 @@ class Worker:
 
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
         """Builds, compiles and trains for some steps: seconds to the end of the first, and all losses."""
-        workload = self.workload = self.build()
+        workload = self.workload
         self.batch = workload.batch(0, self.device)
         release(self.device)
         wait(self.device)
@@ -189,7 +189,7 @@ class Worker:
 
     def memory(self, order: dict[str, Any]) -> dict[str, Any]:
         """The most memory that steps after the first took, and the tensors that last from step to step."""
-        assert self.workload is not None and self.trainer is not None and self.peak is not None
+        assert self.trainer is not None and self.peak is not None
         model = self.workload.model
         tensors = [*model.parameters(), *model.buffers(), *self.trainer.states()]
         jax = self.trainer.jax
