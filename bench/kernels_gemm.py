@@ -1,9 +1,9 @@
 """Matrix products with their surroundings in one kernel, against cuBLAS with generated kernels for the rest.
 
-The layers of GPT-2 at 8192 tokens and the 1x1 convolutions of ResNet-50. Every configuration is compared with PyTorch
-before it is timed; times are medians of CUDA graphs of ten calls on rotating tensors, in turns.
-`python bench/kernels_gemm.py --out FILE.md` on a GPU. Without one: `--compile` compiles everything for sm_90 and says
-what it needs; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
+The layers of GPT-2 at 8192 tokens and the 1x1 convolutions of ResNet-50 and EfficientNet-B0 with their gradients. Every
+configuration is compared with PyTorch before it is timed; times are medians of CUDA graphs of ten calls on rotating
+tensors, in turns. `python bench/kernels_gemm.py [--tokens | --images] --out FILE.md` on a GPU. Without one: `--compile`
+compiles everything for sm_90 and says what it needs; `TRITON_INTERPRET=1 ... --dry` walks the same path at tiny sizes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class Case:
     #: a bias that cuBLAS adds by itself
     bias: str = ""
     flops: int = field(default=0)
+    #: the factors as PyTorch computes them, and the results from the product; where these are more than a plain product
+    factors: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]] | None = None
+    results: Callable[[torch.Tensor, dict[str, torch.Tensor]], list[torch.Tensor]] | None = None
 
 
 def plain(x: str, w: str) -> Callable[[Any, dict[str, Value]], tuple[Value, Value]]:
@@ -98,39 +101,132 @@ def gpt2(tokens: int, width: int) -> list[Case]:
     ]  # fmt: skip
 
 
-def resnet(batch: int, layers: Sequence[tuple[int, int, int]]) -> list[Case]:
-    """1x1 convolutions channels-last, which are products of pixels x channels."""
+def images(batch: int, small: bool = False) -> list[Case]:
+    """1x1 convolutions channels-last: products of pixels x channels, with the halves of BatchNorm on their sides."""
 
-    def before(b: Any, v: dict[str, Value]) -> tuple[Value, Value]:
-        x = b.add(b.mul(b.cast(v["x"], dtype=F32), v["scale"]), v["shift"])
-        return b.cast(b.relu(x), dtype=ir_dtype(BF16)), v["w"]
+    def half(*shape: int) -> tuple[tuple[int, ...], torch.dtype]:
+        return shape, BF16
 
-    def after(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
-        wide = b.cast(y, dtype=F32)
-        return [y, b.sum(wide, dims=(0,)), b.sum(b.mul(wide, wide), dims=(0,))]
+    def rows(names: str, channels: int) -> dict[str, Any]:
+        return {name: ((channels,), FLOAT) for name in names.split()}
 
-    made = []
-    for side, k, n in layers:
-        pixels = batch * side * side
-        inputs = {"x": ((pixels, k), BF16), "w": ((n, k), BF16), "scale": ((k,), FLOAT), "shift": ((k,), FLOAT)}
-        name = f"1x1 {k} to {n} @ {side}², BN+ReLU on load, statistics"
-        made.append(Case(name, inputs, "mk,nk->mn", before, after, "", 2 * pixels * k * n))
-    return made
+    def normal(b: Any, x: Value, v: dict[str, Value]) -> Value:
+        return b.add(b.mul(b.cast(x, dtype=F32), v["scale"]), v["shift"])
 
+    def activated(act: str, gate: bool = False) -> tuple[Any, Any]:
+        """scale, shift, activation and maybe a factor per image, on load."""
 
-def all_cases(dry: bool) -> list[Case]:
-    if dry:
-        return [*gpt2(80, 32), *resnet(2, [(6, 32, 48)])]
-    layers = [
-        (56, 64, 256),
-        (56, 256, 64),
-        (28, 512, 128),
-        (28, 128, 512),
-        (14, 1024, 256),
-        (14, 256, 1024),
-        (7, 512, 2048),
+        def made(b: Any, v: dict[str, Value]) -> tuple[Value, Value]:
+            x = getattr(b, act)(b.cast(normal(b, v["x"], v), dtype=ir_dtype(BF16)))
+            return b.mul(x, v["gate"]) if gate else x, v["w"]
+
+        def right(v: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            x = getattr(torch.nn.functional, act)((v["x"] * v["scale"] + v["shift"]).to(BF16).float())
+            return (x * v["gate"] if gate else x).to(BF16).float(), v["w"]
+
+        return made, right
+
+    def statistics(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+        wide, dims = b.cast(y, dtype=F32), tuple(range(y.type.rank - 1))
+        return [y, b.sum(wide, dims=dims), b.sum(b.mul(wide, wide), dims=dims)]
+
+    def sums(y: torch.Tensor, v: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        dims = tuple(range(y.ndim - 1))
+        return [y, y.sum(dims), y.square().sum(dims)]
+
+    def forward(side: int, k: int, n: int, act: str, gate: bool = False) -> Case:
+        shape = (batch, side * side) if gate else (batch * side * side,)
+        inputs = {"x": half(*shape, k), "w": half(n, k)} | (rows("scale shift", k) if act else {})
+        inputs |= {"gate": half(batch, 1, k)} if gate else {}
+        name = (
+            f"1x1 {k} to {n} @ {side}²{', BatchNorm + ' + act + ' on load' if act else ''}{', gate' * gate}, statistics"
+        )
+        before, right = activated(act, gate) if act else (plain("x", "w"), None)
+        spec = "bmk,nk->bmn" if gate else "mk,nk->mn"
+        return Case(name, inputs, spec, before, statistics, "", 2 * batch * side * side * k * n, right, sums)
+
+    def gradient(b: Any, v: dict[str, Value]) -> Value:
+        """BatchNorm's backward: a * dy + b * x + c."""
+        dy, x = (b.cast(v[name], dtype=F32) for name in ("dy", "x"))
+        return b.cast(b.add(b.add(b.mul(dy, v["p"]), b.mul(x, v["q"])), v["r"]), dtype=ir_dtype(BF16))
+
+    def gradient_right(v: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (v["dy"] * v["p"] + v["x"] * v["q"] + v["r"]).to(BF16).float()
+
+    def masked_sums(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+        """The sums of the next BatchNorm's backward, under the mask of its relu."""
+        wide = b.cast(v["z"], dtype=F32)
+        dy = b.select(b.gt(normal(b, v["z"], v), 0.0), b.cast(y, dtype=F32), 0.0)
+        return [y, b.sum(dy, dims=(0,)), b.sum(b.mul(dy, wide), dims=(0,))]
+
+    def masked_right(y: torch.Tensor, v: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        dy = torch.where(v["z"] * v["scale"] + v["shift"] > 0, y, 0.0)
+        return [y, dy.sum(0), (dy * v["z"]).sum(0)]
+
+    def input_grad(side: int, k: int, n: int) -> Case:
+        m = batch * side * side
+        inputs = {"dy": half(m, k), "x": half(m, k), "w": half(k, n), "z": half(m, n)}
+        inputs |= rows("p q r", k) | rows("scale shift", n)
+        name = f"dx {k} to {n} @ {side}², BatchNorm' on load, sums of BatchNorm' with relu"
+        return Case(name, inputs, "mk,kn->mn", lambda b, v: (gradient(b, v), v["w"]), masked_sums, "", 2 * m * k * n,
+                    lambda v: (gradient_right(v), v["w"]), masked_right)  # fmt: skip
+
+    def residual(side: int, k: int, n: int) -> Case:
+        """The gradient of a residual sum: added, masked and summed up where it is made."""
+        m = batch * side * side
+
+        def after(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+            d = b.select(b.gt(v["s"], 0.0), b.add(y, v["d"]), 0.0)
+            wide = b.cast(d, dtype=F32)
+            return [d, b.sum(wide, dims=(0,)), b.sum(b.mul(wide, b.cast(v["z"], dtype=F32)), dims=(0,))]
+
+        def right(y: torch.Tensor, v: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            d = torch.where(v["s"] > 0, y + v["d"], 0.0)
+            return [d, d.sum(0), (d * v["z"]).sum(0)]
+
+        inputs = {"dy": half(m, k), "w": half(k, n), "d": half(m, n), "s": half(m, n), "z": half(m, n)}
+        name = f"dx {k} to {n} @ {side}², residual, relu' and sums of BatchNorm'"
+        return Case(name, inputs, "mk,kn->mn", plain("dy", "w"), after, "", 2 * m * k * n, None, right)
+
+    def weight_grad(side: int, k: int, n: int) -> Case:
+        m = batch * side * side
+
+        def before(b: Any, v: dict[str, Value]) -> tuple[Value, Value]:
+            y = b.cast(normal(b, v["z"], v), dtype=ir_dtype(BF16))
+            return gradient(b, v), b.relu(y)
+
+        def right(v: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return gradient_right(v), torch.relu((v["z"] * v["scale"] + v["shift"]).to(BF16).float())
+
+        inputs = {"dy": half(m, k), "x": half(m, k), "z": half(m, n), **rows("p q r", k), **rows("scale shift", n)}
+        name = f"dw {k} x {n} @ {side}², both computed on load"
+        return Case(name, inputs, "km,kn->mn", before, lambda b, y, v: [y], "", 2 * m * k * n, right)
+
+    if small:
+        return [
+            forward(6, 32, 48, "relu"),
+            forward(6, 40, 24, "silu", True),
+            input_grad(6, 48, 32),
+            residual(6, 32, 48),
+            weight_grad(6, 48, 32),
+        ]
+    return [
+        forward(56, 256, 64, ""),
+        forward(56, 64, 256, "relu"),
+        forward(28, 128, 512, "relu"),
+        forward(14, 256, 1024, "relu"),
+        forward(56, 24, 144, ""),
+        forward(56, 144, 24, "silu", True),
+        input_grad(56, 256, 64),
+        residual(56, 64, 256),
+        residual(28, 128, 512),
+        weight_grad(56, 256, 64),
     ]
-    return [*gpt2(8192, 768), *resnet(256, layers)]
+
+
+def all_cases(dry: bool, only: str = "") -> list[Case]:
+    tokens = [] if only == "images" else gpt2(80, 32) if dry else gpt2(8192, 768)
+    return [*tokens, *([] if only == "tokens" else images(2 if dry else 256, dry))]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -187,14 +283,14 @@ def whole(case: Case) -> Kernel:
     return made
 
 
-def parts(case: Case) -> tuple[Kernel | None, Kernel | None, TensorType]:
-    """What cuBLAS leaves to others: the first factor, and everything after its result, whose type is the third."""
+def parts(case: Case) -> tuple[list[Kernel | None], Kernel | None, TensorType]:
+    """What cuBLAS leaves to others: the two factors, and everything after its result, whose type is the third."""
     types = types_of(case)
     function = add_function(module(), "k", list(types.values()))
     block = function.regions[0].block
     b = StepBuilder(block)
     y = b.contract(*case.before(b, dict(zip(types, block.arguments, strict=True))), spec=case.spec).type
-    before = kernel(types, lambda b, v: [case.before(b, v)[0]])
+    before = [kernel(types, lambda b, v, i=i: [case.before(b, v)[i]]) for i in (0, 1)]
     return before, kernel({**types, "y": y}, lambda b, v: case.after(b, v["y"], v)), y
 
 
@@ -216,33 +312,37 @@ def blank(types: Sequence[TensorType | Spec], device: str) -> list[torch.Tensor]
     return [torch.full(t.shape, float("nan"), dtype=d, device=device) for t, d in zip(types, dtypes, strict=True)]
 
 
-def library(case: Case, v: dict[str, torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+def library(
+    case: Case, v: dict[str, torch.Tensor], x: torch.Tensor, c: torch.Tensor, out: torch.Tensor
+) -> Callable[[], Any]:
     """The product alone by cuBLAS."""
     left, right = case.spec.split("->")[0].split(",")
-    names = list(case.inputs)
-    a = x.T if left == "km" else x
-    c = v[names[1]]
+    a = x.T if left == "km" else x.flatten(0, -2)
     c = c.T if right == "nk" else c
+    flat = out.flatten(0, -2)
     if case.bias:
-        return lambda: torch.addmm(v[case.bias], a, c, out=out)
-    return lambda: torch.mm(a, c, out=out)
+        return lambda: torch.addmm(v[case.bias], a, c, out=flat)
+    return lambda: torch.mm(a, c, out=flat)
 
 
-def wanted(case: Case, v: dict[str, torch.Tensor], before: Any, after: Any, y_type: TensorType) -> list[torch.Tensor]:
+def plain_factors(case: Case, v: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = list(v.values())[:2]
+    return first, v.get("w", second)
+
+
+def wanted(case: Case, v: dict[str, torch.Tensor], after: Any, y_type: TensorType) -> list[torch.Tensor]:
     """The results by PyTorch in f32."""
     wide = {n: t.float() for n, t in v.items()}
-    x = next(iter(wide.values()))
-    if before is not None:
-        x = torch.relu(x * wide["scale"] + wide["shift"]).to(BF16).float()
-    y = torch.empty(y_type.shape, device=x.device)
-    library(case, wide, x, y)()
+    factors = plain_factors(case, wide) if case.factors is None else case.factors(wide)
+    y = torch.empty(y_type.shape, device=factors[0].device)
+    library(case, wide, *factors, y)()
+    if case.results is not None:
+        return case.results(y.to(BF16).float(), wide)
     if after is None:
         return [y]
     if "pre" in v:
         d = torch.ops.aten.gelu_backward(y, wide["pre"], approximate="tanh")
         return [d, d.sum(0)]
-    if "scale" in v:
-        return [y, y.sum(0), y.square().sum(0)]
     if "r" in v:
         return [y + wide["r"]]
     if after.which == [1]:
@@ -271,7 +371,11 @@ def graph(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     with torch.cuda.graph(captured):
         for i in range(CALLS):
             calls[i % len(calls)]()
-    return captured.replay
+
+    def replay(held: Sequence[Callable[[], Any]] = calls) -> None:  # the graph does not keep their tensors
+        captured.replay()
+
+    return replay
 
 
 def in_turns(graphs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -304,20 +408,20 @@ class Job:
     case: Case
     whole: Kernel
     own: list[generate.Candidate]
-    before: Kernel | None
+    before: list[Kernel | None]
     after: Kernel | None
     rest: list[list[generate.Candidate]]
     y: TensorType
 
     @property
-    def around(self) -> tuple[Kernel | None, Kernel | None]:
-        return self.before, self.after
+    def around(self) -> list[Kernel | None]:
+        return [*self.before, self.after]
 
 
 def prepare(case: Case) -> Job:
     fused = whole(case)
     before, after, y = parts(case)
-    rest = [k.candidates(generate)[:2] if k is not None else [] for k in (before, after)]
+    rest = [k.candidates(generate)[:2] if k is not None else [] for k in (*before, after)]
     return Job(case, fused, fused.candidates(contraction), before, after, rest, y)
 
 
@@ -346,7 +450,7 @@ class Bench:
     def measure(self, job: Job) -> dict[str, Any]:
         case = job.case
         tensors = [draw(case, self.device, seed) for seed in range(self.sets)]
-        right = wanted(case, tensors[0], job.before, job.after, job.y)
+        right = wanted(case, tensors[0], job.after, job.y)
         graphs: dict[str, Callable[[], Any]] = {}
         faults: dict[str, str] = {}
         outputs = [blank(job.whole.outputs, self.device) for _ in range(self.sets)]
@@ -388,18 +492,19 @@ class Bench:
         chosen = [self.quicker(k, r, job, tensors[0]) if k else None for k, r in zip(job.around, job.rest, strict=True)]
         for v in tensors:
             calls: list[Callable[[], Any]] = []
-            x, y = next(iter(v.values())), blank([job.y], self.device)[0]
-            if job.before is not None and chosen[0] is not None:
-                (x,) = made = blank(job.before.outputs, self.device)
-                calls.append(self.call(job.before, chosen[0], v, made))
-            products.append(library(job.case, v, x, y))
+            factors, y = list(plain_factors(job.case, v)), blank([job.y], self.device)[0]
+            for i, own in enumerate(job.before):
+                if own is not None and (config := chosen[i]) is not None:
+                    (factors[i],) = made = blank(own.outputs, self.device)
+                    calls.append(self.call(own, config, v, made))
+            products.append(library(job.case, v, *factors, y))
             calls.append(products[-1])
             results = [y] * len(right)
-            if job.after is not None and chosen[1] is not None:
+            if job.after is not None and chosen[2] is not None:
                 made = blank(job.after.outputs, self.device)
                 for i, tensor in zip(job.after.which, made, strict=True):
                     results[i] = tensor
-                calls.append(self.call(job.after, chosen[1], {**v, "y": y}, made))
+                calls.append(self.call(job.after, chosen[2], {**v, "y": y}, made))
             sequences.append(lambda calls=calls: [call() for call in calls])
             outputs.append(results)
         sequences[0]()
@@ -468,10 +573,13 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, and all figures beside it as .json")
     parser.add_argument("--compile", action="store_true", help="only compile, for sm_90; needs no GPU")
     parser.add_argument("--dry", action="store_true", help="tiny sizes; with TRITON_INTERPRET=1 on any machine")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--images", dest="only", action="store_const", const="images", help="only the convolutions")
+    which.add_argument("--tokens", dest="only", action="store_const", const="tokens", help="only the layers of GPT-2")
     options = parser.parse_args()
     begin = time.perf_counter()
     cuda = torch.cuda.is_available()
-    jobs = [prepare(case) for case in all_cases(options.dry)]
+    jobs = [prepare(case) for case in all_cases(options.dry, options.only or "")]
     if options.compile:
         text, figures = compile_table(jobs)
     else:

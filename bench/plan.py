@@ -73,6 +73,16 @@ def resnet50(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return ResNetForImageClassification(ResNetConfig(num_labels=10, **sizes)), image_batch(4, 32 if small else 128)
 
 
+def efficientnet(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import EfficientNetConfig, EfficientNetForImageClassification
+
+    sizes: dict[str, Any] = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
+    if small:
+        sizes |= {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 64}
+    model = EfficientNetForImageClassification(EfficientNetConfig(num_labels=10, **sizes))
+    return model, image_batch(4, 32 if small else 128)
+
+
 def vit(small: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -95,6 +105,7 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "gpt2-bf16": (gpt2, {"precision": "bf16", "clip_norm": 1.0}, "GPT-2 124M, 1x128, AdamW, bf16, clipped"),
     "bert-large": (bert_large, {}, "BERT-large, 1x128, AdamW"),
     "resnet50": (resnet50, {}, "ResNet-50, 4 images of 128x128, AdamW"),
+    "efficientnet": (efficientnet, {}, "EfficientNet-B0, 4 images of 128x128, AdamW"),
     "vit": (vit, {}, "ViT-S/16, 4 images of 96x96, AdamW"),
     "t5": (t5, {}, "T5-small, 1x128, AdamW"),
 }
@@ -216,7 +227,9 @@ def report(record: dict[str, Any]) -> str:
         "arguments. *Program order* is the least arena that the program's own order needs, in-place writes and "
         "donation included; *bound* the least that the chosen order needs; *gap* how far the placement is from that. "
         "Seconds include expanding the optimizer's updates and tracing every kernel; *tracing* is the second of "
-        "these alone, for one plan; *verify* is `verify_plan` on the plan in the move dialect.",
+        "these alone, for one plan; *verify* is `verify_plan` on the plan in the move dialect. After the order's name "
+        "stand its largest templates: 12 x 59 are 59 launches that come twelve times, one after the other, in the "
+        "same order on memory of the same sizes.",
         "",
         "| network | plan | ops | launches | seconds | tracing | verify | arena MiB | gap | program order MiB |"
         " saved by order | order |",

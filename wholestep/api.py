@@ -40,17 +40,29 @@ from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
-from .transforms import casts, chunked_loss, kept, layout, masks, offload, recompute, regenerate  # noqa: F401  (they register)
+from .transforms import (  # noqa: F401  (they register)
+    casts,
+    chunked_loss,
+    direct,
+    kept,
+    layout,
+    masks,
+    offload,
+    recompute,
+    regenerate,
+    wide_loss,
+)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
-from .transforms.opportunity import do_nothing, transform, whatever
-from .transforms.pointwise_convolution import take_products
+from .transforms.opportunity import do_nothing, take, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
-BY_ITSELF = {"cuda": ("pad", "channels_last")}
+BY_ITSELF = {"cuda": ("channels_last",)}
+#: the same after those, all opportunities of one at once: there may be hundreds
+ALL_AT_ONCE = ("direct", "pad", "pointwise_convolution")
 
 
 def compile(
@@ -191,9 +203,11 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=not_fused(options.forbid),
         levels=range(1, options.level + 1),
     )
-    if policy is not do_nothing and not options.recipe:  # (all at once: there are a hundred of them)
-        recipe += take_products(program.module, not_fused(options.forbid))
     fuses = choices_of(step, device) is not None
+    if policy is not do_nothing and not options.recipe:
+        # op by op it would write logits in f32; under a budget the loss may go in chunks
+        wide = ("wide_loss",) if fuses and options.memory_budget is None else ()
+        recipe += take(program.module, (*ALL_AT_ONCE, *wide), not_fused(options.forbid))
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,12 +125,27 @@ def profiled(name: str) -> Any:
     return torch._C._profiler._RecordFunctionFast(name)
 
 
-def at_addresses(tensors: list[torch.Tensor], addresses: list[int], numbers: list[int]) -> bool:
-    """Whether each tensor of these numbers lies at its address: one call where torch was built with CUDA."""
-    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if compare is not None:
-        return compare(tensors, addresses, numbers)
-    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+def tensor_functions() -> list[int]:
+    """Addresses of C++ functions that read a tensor: address, dimensions, strides, version, whether it trains.
+
+    Of torch's stable interface; two by their names in C++: TensorBase::_version and TensorImpl::requires_grad.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    tensors, core = ctypes.CDLL(str(folder / "libtorch_cpu.so")), ctypes.CDLL(str(folder / "libc10.so"))
+    stable = [tensors[f"aoti_torch_get_{name}"] for name in ("data_ptr", "dim", "strides")]
+    own = [tensors["_ZNK2at10TensorBase8_versionEv"], core["_ZNK3c1010TensorImpl13requires_gradEv"]]
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (*stable, *own)]
+
+
+def place_of_tensor() -> int:
+    """Bytes from the start of a Python tensor to the tensor of C++, which is a pointer that torch shows as `_cdata`."""
+    found = set()
+    for tensor in (torch.zeros(1), torch.nn.Parameter(torch.zeros(2, 3))):
+        words = list((ctypes.c_int64 * 6).from_address(id(tensor)))
+        found.add(words.index(tensor._cdata) * 8)
+    if len(found) != 1:
+        raise ValueError(f"tensors of C++ at {sorted(found)}")
+    return found.pop()
 
 
 @contextmanager

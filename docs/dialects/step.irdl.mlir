@@ -505,14 +505,15 @@ irdl.dialect @step {
     %c4 = irdl.base "#builtin.dense_array"
     %c5 = irdl.base "#builtin.dense_array"
     %c6 = irdl.base "#builtin.dense_array"
-    %c7 = irdl.is true
-    %c8 = irdl.is false
-    %c9 = irdl.any_of(%c7, %c8)
-    %c10 = irdl.base "#builtin.dense_array"
-    %c11 = irdl.base "#builtin.integer"
+    %c7 = irdl.base "#builtin.dense_array"
+    %c8 = irdl.is true
+    %c9 = irdl.is false
+    %c10 = irdl.any_of(%c8, %c9)
+    %c11 = irdl.base "#builtin.dense_array"
+    %c12 = irdl.base "#builtin.integer"
     irdl.operands(x: %c0, w: %c1, bias: optional %c2)
     irdl.results(y: %c3)
-    irdl.attributes { "stride" = %c4, "padding" = %c5, "dilation" = %c6, "transposed" = %c9, "output_padding" = %c10, "groups" = %c11 }
+    irdl.attributes { "stride" = %c4, "padding" = %c5, "padding_after" = %c6, "dilation" = %c7, "transposed" = %c10, "output_padding" = %c11, "groups" = %c12 }
   }
   irdl.operation @conv_input_grad {
     %c0 = irdl.base "!builtin.tensor"
@@ -521,15 +522,16 @@ irdl.dialect @step {
     %c3 = irdl.base "#builtin.dense_array"
     %c4 = irdl.base "#builtin.dense_array"
     %c5 = irdl.base "#builtin.dense_array"
-    %c6 = irdl.is true
-    %c7 = irdl.is false
-    %c8 = irdl.any_of(%c6, %c7)
-    %c9 = irdl.base "#builtin.dense_array"
-    %c10 = irdl.base "#builtin.integer"
-    %c11 = irdl.base "#builtin.dense_array"
+    %c6 = irdl.base "#builtin.dense_array"
+    %c7 = irdl.is true
+    %c8 = irdl.is false
+    %c9 = irdl.any_of(%c7, %c8)
+    %c10 = irdl.base "#builtin.dense_array"
+    %c11 = irdl.base "#builtin.integer"
+    %c12 = irdl.base "#builtin.dense_array"
     irdl.operands(dy: %c0, w: %c1)
     irdl.results(dx: %c2)
-    irdl.attributes { "stride" = %c3, "padding" = %c4, "dilation" = %c5, "transposed" = %c8, "output_padding" = %c9, "groups" = %c10, "input_shape" = %c11 }
+    irdl.attributes { "stride" = %c3, "padding" = %c4, "padding_after" = %c5, "dilation" = %c6, "transposed" = %c9, "output_padding" = %c10, "groups" = %c11, "input_shape" = %c12 }
   }
   irdl.operation @conv_weight_grad {
     %c0 = irdl.base "!builtin.tensor"
@@ -538,15 +540,16 @@ irdl.dialect @step {
     %c3 = irdl.base "#builtin.dense_array"
     %c4 = irdl.base "#builtin.dense_array"
     %c5 = irdl.base "#builtin.dense_array"
-    %c6 = irdl.is true
-    %c7 = irdl.is false
-    %c8 = irdl.any_of(%c6, %c7)
-    %c9 = irdl.base "#builtin.dense_array"
-    %c10 = irdl.base "#builtin.integer"
-    %c11 = irdl.base "#builtin.dense_array"
+    %c6 = irdl.base "#builtin.dense_array"
+    %c7 = irdl.is true
+    %c8 = irdl.is false
+    %c9 = irdl.any_of(%c7, %c8)
+    %c10 = irdl.base "#builtin.dense_array"
+    %c11 = irdl.base "#builtin.integer"
+    %c12 = irdl.base "#builtin.dense_array"
     irdl.operands(x: %c0, dy: %c1)
     irdl.results(dw: %c2)
-    irdl.attributes { "stride" = %c3, "padding" = %c4, "dilation" = %c5, "transposed" = %c8, "output_padding" = %c9, "groups" = %c10, "weight_shape" = %c11 }
+    irdl.attributes { "stride" = %c3, "padding" = %c4, "padding_after" = %c5, "dilation" = %c6, "transposed" = %c9, "output_padding" = %c10, "groups" = %c11, "weight_shape" = %c12 }
   }
   irdl.operation @cos {
     %c0 = irdl.base "!builtin.tensor"

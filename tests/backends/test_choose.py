@@ -21,10 +21,22 @@ from torch import nn
 import wholestep as ws
 from tests.dialects.loop.provider import registered
 from tests.runtime.runs import adamw, data, fresh
+from wholestep.backends import choose, providers
 from wholestep.backends.choose import Choices, difference
 from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Aten, Launcher, Offer, Progress, Provider, Region, copying, op_by_op
+from wholestep.backends.providers import (
+    Aten,
+    Cpp,
+    Launcher,
+    Offer,
+    Progress,
+    Provider,
+    Region,
+    Triton,
+    copying,
+    op_by_op,
+)
 from wholestep.backends.store import DATABASE, Choice, Store
 from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.dialects.strides import row_major
@@ -235,7 +247,7 @@ def test_a_choice_is_kept_and_used_without_timing(tmp_path: Path, timings: list[
 def test_a_winner_that_is_gone_is_measured_again(tmp_path: Path, timings: list[int]) -> None:
     wanted, store = region(), Store("machine", tmp_path)
     choices = Choices(CPU, [SlowAten(), Sole()], store)
-    store.put(choices.store_key(wanted.key), Choice("sole:some older way", 1e-6, []))
+    store.put(choices.store_key(wanted.key), Choice("sole:some older way", 1e-6, [], versions=choices.versions))
     choices.decide([wanted])
     assert len(timings) == 2 and choices.known[wanted.key].offer == "one"
     assert store.get(choices.store_key(wanted.key)).winner == "sole:one"
@@ -246,7 +258,7 @@ def test_a_winner_that_cannot_be_built_any_more_is_replaced(tmp_path: Path, timi
     broken = type("Broken", (Sole,), {"launcher": lambda self, r: ValueError("the compiler is gone")})
     other = type("Other", (Aped,), {"name": "other"})
     choices = Choices(CPU, [SlowAten(), broken(), other()], store)
-    store.put(choices.store_key(wanted.key), Choice("sole:one", 1e-6, []))
+    store.put(choices.store_key(wanted.key), Choice("sole:one", 1e-6, [], versions=choices.versions))
     choices.decide([wanted])
     chosen = choices.known[wanted.key]
     assert chosen.provider == "other" and "compiler is gone" in chosen.excluded[0].why
@@ -271,6 +283,41 @@ def test_without_measuring_the_first_generated_way_is_taken(timings: list[int]) 
     assert choices.known[wanted.key].provider == "sole" and not timings
 
 
+def test_what_other_code_was_measured_with_is_measured_again(tmp_path: Path, timings: list[int]) -> None:
+    wanted = region()
+    for version, count in (("old", 2), ("old", 2), ("new", 4), ("new", 4)):
+        provider = type("Versioned", (Sole,), {"version": version})
+        choices = Choices(CPU, [SlowAten(), provider()], Store("machine", tmp_path))
+        choices.decide([wanted])
+        assert len(timings) == count and choices.known[wanted.key].provider == "sole"
+
+
+def test_the_version_of_a_provider_is_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Aten().version == "" and Triton().version != Cpp().version
+    assert Cpp().version == Cpp().version != ""
+    for folder in ("backends/triton", "backends/cpp", "dialects/loop", "transforms"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("backends/providers.py", "backends/depthwise.py", "backends/embedding.py", "transforms/loops.py"):
+        (tmp_path / file).write_text("pass")
+    monkeypatch.setattr(providers, "__file__", str(tmp_path / "backends/providers.py"))
+    found = [Triton().version]
+    for file in ("backends/triton/text.py", "backends/depthwise.py", "dialects/loop/ops.py", "transforms/loops.py"):
+        (tmp_path / file).write_text("changed")
+        found.append(Triton().version)
+    (tmp_path / "backends/cpp/text.py").write_text("changed")
+    assert len(set(found)) == 5 and Triton().version == found[-1]
+    assert Aped().version == Sole().version == providers.version_of([Path(__file__)])
+
+
+def test_refusals_are_known_when_nobody_is_asked(tmp_path: Path) -> None:
+    proud = type("Proud", (Aped,), {"name": "proud", "claims": lambda self, r: "too plain"})
+    for _ in range(2):
+        choices = Choices(CPU, [SlowAten(), Sole(), proud()], Store("machine", tmp_path))
+        choices.decide([region()])
+        assert choices.refusals == {"proud": {"too plain": 1}}
+        proud.claims = raising(AssertionError("nobody was to ask"))
+
+
 def test_equal_regions_are_decided_once() -> None:
     Sole.built = 0
     choices = Choices(CPU, [SlowAten(), Sole()])
@@ -290,17 +337,22 @@ class Several(Aped):
     def __init__(self, first: Any = None):
         self.tried: dict[int, list[str]] = {}
         self.first_way = first
+        self.waits = dict.fromkeys(("first", "second", "third"), 0.0)
 
     def offers(self, region: Region) -> list[Offer]:
-        return [Offer(n, f"{n} {region.key}", made=(n, region)) for n in ("first", "second", "third")]
+        return [Offer(n, f"{n} {region.key}", made=(n, region)) for n in self.waits]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
         found: dict[str, Launcher | Exception] = {}
         for offer in offers:
             way, region = offer.made
             self.tried.setdefault(region.operands[0].shape[0], []).append(way)
-            found[offer.key] = self.first_way if way == "first" and self.first_way else self.launcher(region)
+            made = self.first_way if way == "first" and self.first_way else self.launcher(region)
+            found[offer.key] = self.waiting(made, self.waits[way]) if self.waits[way] else made
         return found
+
+    def waiting(self, made: Any, seconds: float) -> Launcher:
+        return lambda *tensors: (time.sleep(seconds), made(*tensors))[1]
 
 
 def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
@@ -316,6 +368,41 @@ def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
     everything = Several()
     Choices(CPU, [everything], products=True).decide([region(8), region(16)])
     assert everything.tried == {8: ["first", "second", "third"], 16: ["first", "second", "third"]}
+
+
+def test_what_was_light_is_tried_in_every_way_where_it_is_heavy(tmp_path: Path) -> None:
+    def decide(provider: Several, *rows: int) -> None:
+        waits = {8: 20e-3, 16: 2e-3}
+
+        def launcher(region: Region) -> Launcher:
+            true = copying(op_by_op(region), 2)
+            return lambda *tensors: (time.sleep(waits[tensors[0].shape[0]]), true(*tensors))[1]
+
+        provider.launcher = launcher  # type: ignore[method-assign]
+        choices = Choices(CPU, [provider], Store("machine", tmp_path))
+        choices.decide([region(n) for n in rows])
+
+    decide(first := Several(), 8, 16)
+    assert first.tried == {8: ["first", "second", "third"], 16: ["first"]}
+    decide(again := Several(), 8, 16)
+    assert {rows: len(tried) for rows, tried in again.tried.items()} == {8: 1, 16: 1}  # only the winners
+    decide(alone := Several(), 16)
+    assert sorted(alone.tried[16]) == ["first", "second", "third"]
+    decide(last := Several(), 16)
+    assert len(last.tried[16]) == 1
+
+
+def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "HEAVY", 1.0)
+    provider = Several()
+    provider.waits = {"first": 8e-3, "second": 2e-3, "third": 5e-3, "fourth": 8e-3, "fifth": 8e-3}
+    Choices(CPU, [provider]).decide([region(16), region(16), region(8)])
+    assert provider.tried[16] == [*provider.waits]
+    assert provider.tried[8][:2] == ["first", "second"] and len(provider.tried[8]) == 3  # (with the best two)
+    other = Several()
+    other.waits = provider.waits
+    Choices(CPU, [other]).decide([region(16), region(16), region(8, lambda b, x, y: b.add(x, y))])
+    assert other.tried == {16: [*provider.waits], 8: [*provider.waits]}
 
 
 @pytest.mark.parametrize("bad", [ValueError("no registers"), nothing_written(None)])  # type: ignore[arg-type]

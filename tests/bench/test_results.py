@@ -64,7 +64,7 @@ def test_means_and_worst_cases_are_those_of_contenders_that_agree() -> None:
 
 def test_figures_of_ours_alone() -> None:
     facts = {"planned_peak": 1000, "moved / bound": 1.2}
-    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, peak_bytes=1005)])
+    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, allocated_bytes=1005)])
     one = (("a", "full"),)
     host = table.outcome(bar("worst", "", 100, "host_us", one))
     assert host.value == 120.0 and host.verdict == "no" and host.worst == "a@full 120"

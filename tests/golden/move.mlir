@@ -55,6 +55,7 @@
     %seen = "move.external"() {type = tensor<3xf32>, space = #move.space<"host", 0 : i64>, lifetime = "state", slot = "seen", index = 5 : i64, strides = array<i64: 2>} : () -> !move.buffer
     %seen_new = "move.reuse"(%seen) {type = tensor<3xf32>, lifetime = "state", strides = array<i64: 2>} : (!move.buffer) -> !move.buffer
     %13 = "move.launch"(%seen, %seen_new) {ops = array<i64>, provider = "aten", stream = 2 : i64, in_place = array<i64: 0, 0>, operandSegmentSizes = array<i32: 1, 1, 0>} : (!move.buffer, !move.buffer) -> !move.token loc("loader"("model.py":10:0))
+    "move.wait"(%12) {stream = 0 : i64} : (!move.token) -> ()
     "move.result"(%loss, %both) : (!move.buffer, !move.buffer) -> ()
     "func.return"() : () -> ()
   }) {sym_name = "plan", function_type = () -> ()} : () -> ()

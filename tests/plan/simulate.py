@@ -1,8 +1,8 @@
 """Replays a plan on real memory, to prove it: one arena of bytes, every buffer a view, every launch one ATen call.
 
 Written apart from the planner: it believes nothing but the plan. Memory is filled with NaN before the step and again
-whenever a buffer's time is over, so reading too early, too late or from the wrong place shows in the results. A copy on
-another stream runs as late as it may: when something waits for it.
+whenever a buffer's time is over, so reading too early, too late or from the wrong place shows in the results. What is
+on another stream runs as late as it may: when something waits for it.
 """
 
 from __future__ import annotations
@@ -97,17 +97,10 @@ def simulate(
     dying: dict[int, list[int]] = {}
     for number, buffer in plan.owners():
         dying.setdefault(buffer.last, []).append(number)
-    beside: dict[int, tuple[Any, Any]] = {}  # copies on other streams that nobody has waited for: from, to
-    for position, launch in enumerate(plan.launches):
+    beside: dict[int, Any] = {}  # launches on other streams that nobody has waited for
+
+    def run(launch: Any) -> None:
         operands = [memory[number] for number in launch.reads]
-        for awaited in launch.waits:
-            stream = plan.launches[awaited].stream
-            for p in [p for p in beside if p <= awaited and plan.launches[p].stream == stream]:
-                source, target = beside.pop(p)
-                target.copy_(source)
-        if launch.stream:
-            beside[position] = (operands[0], memory[launch.writes[0]])
-            continue
         if launch.provider == "wait":
             made: tuple[Any, ...] = ()
         elif launch.provider == "copy":
@@ -134,6 +127,16 @@ def simulate(
                     replay.other_layouts.append(f"{launch.name} {value.stride()} {buffer.strides}")
             target = memory[number]
             target.copy_(value.clone())
+
+    for position, launch in enumerate(plan.launches):
+        for awaited in launch.waits:
+            stream = plan.launches[awaited].stream
+            for p in [p for p in beside if p <= awaited and plan.launches[p].stream == stream]:
+                run(beside.pop(p))
+        if launch.stream:
+            beside[position] = launch
+            continue
+        run(launch)
         for number in dying.get(position, ()):
             memory.bytes_of(number).fill_(POISON)
     assert not beside, "the step is over before its copies are"

@@ -19,9 +19,12 @@ from wholestep.dialects.step import StepBuilder
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Location
 from wholestep.ir.types import F32, TensorType
-from wholestep.plan.planner import planned_function
-from wholestep.runtime.bound import BoundPlan
+from wholestep.plan.planner import Planned, planned_function
+from wholestep.plan.side import SIDE
+from wholestep.runtime import cuda_graph
+from wholestep.runtime.bound import Beside, BoundPlan
 from wholestep.runtime.cuda_graph import MOST_CAPTURES, SLACK, Graphed
+from wholestep.transforms.side_updates import MARK
 
 CPU = torch.device("cpu")
 X = data(8)
@@ -34,6 +37,7 @@ class Device:
         self.capturing = False
         self.captured = self.replayed = self.launched = 0
         self.handed_out = 1000
+        self.captured_on: Any = None
 
     def take(self, size: int) -> None:
         """Memory that a kernel takes and gives back."""
@@ -55,12 +59,21 @@ def device(monkeypatch) -> Device:
     it = Device()
 
     class Graph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            assert keep_graph  # its nodes are changed before it is instantiated
+            self.ready = False
+
+        def instantiate(self) -> None:
+            self.ready = True
+
         def replay(self) -> None:
+            assert self.ready
             it.replayed += 1
 
     @contextlib.contextmanager
-    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph: Graph, capture_error_mode: str, stream: Any = None) -> Iterator[None]:
         assert isinstance(graph, Graph) and capture_error_mode == "thread_local"
+        it.captured_on = stream
         it.capturing = True
         it.captured += 1
         try:
@@ -68,6 +81,7 @@ def device(monkeypatch) -> Device:
         finally:
             it.capturing = False
 
+    monkeypatch.setattr(cuda_graph, "without_memsets", lambda graph, where: 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda where: None)
@@ -209,3 +223,123 @@ def test_a_step_reports_what_its_kernels_took(device):
     found = step.report().execution
     assert found["by"] == "from the plan, launch by launch" and "step.tanh of layer" in found["why"]
     assert found["why"] in str(step.report())
+
+
+class Streams:
+    """Streams and events of a GPU as a list of what they were told."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.told: list[str] = []
+        self.current = "main"
+        streams, names = self, iter(("started", "over") * 9)
+
+        class Event:
+            def __init__(self) -> None:
+                self.name = next(names)
+
+            def record(self, stream: Any) -> None:
+                streams.told.append(f"{stream.name} records {self.name}")
+
+        class Stream:
+            device = torch.device("cuda", 0)
+
+            def __init__(self, device: Any = None, priority: int = 0, name: str = "side") -> None:
+                self.name, self.priority = name, priority
+
+            def wait_event(self, event: Event) -> None:
+                streams.told.append(f"{self.name} waits for {event.name}")
+
+        @contextlib.contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            before, self.current = self.current, stream.name
+            yield
+            self.current = before
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name=streams.current))
+
+    def call(self, *args: Any) -> None:
+        self.told.append(f"{self.current} runs {args[0]}")
+
+
+def test_a_launch_beside_the_kernels_is_a_branch_that_its_wait_joins(monkeypatch):
+    streams = Streams(monkeypatch)
+    update = Beside([(streams.call, ("one",), {}), (streams.call, ("two",), {})], torch.cuda.Stream())
+    update()
+    streams.call("product")
+    update.wait()
+    assert streams.told == [
+        "main records started",
+        "side waits for started",
+        "side runs one",
+        "side runs two",
+        "side records over",
+        "main runs product",
+        "main waits for over",
+    ]
+
+
+def side_plan() -> tuple[Planned, list[torch.Tensor]]:
+    """Two parameters with their gradients: updates on a stream of their own, both waited for at the end.
+
+    Larger values before them make room for gradients that wait.
+    """
+    function = add_function(module(), "f", [TensorType((8,), F32)] * 2 + [TensorType((64, 8), F32)])
+    first, second, many = function.regions[0].block.arguments
+    b = StepBuilder(function.regions[0].block, phase="forward")
+    x = b.sum(b.cos(b.tanh(many)), dims=(0,))
+    b.phase = "backward"
+    gradients = [b.tanh(x), b.cos(b.mul(x, x))]
+    b.phase = "update"
+    new = [b.sub(w, g) for w, g in zip((first, second), gradients, strict=True)]
+    finish_function(function, new)
+    function.attributes["res_attrs"] = [{"step.donates": 0}, {"step.donates": 1}]
+    function.attributes[MARK] = True
+    return planned_function(function, CPU, whole_updates=False), [torch.ones(8), torch.ones(8), data(64, 8)]
+
+
+def test_updates_beside_run_in_order_where_there_are_no_streams(device):
+    planned, arguments = side_plan()
+    assert [x.stream for x in planned.plan.launches if x.phase == "update" and x.provider == "aten"] == [SIDE, SIDE]
+    graphed = Graphed(BoundPlan(planned, CPU, arguments))
+    assert not graphed.bound.beside
+    graphed.run()
+    first, second, many = arguments
+    x = many.tanh().cos().sum(0)
+    assert torch.equal(first, 1 - x.tanh()) and torch.equal(second, 1 - torch.cos(x * x))
+    graphed.run()
+    assert device.captured == 1 and device.captured_on is None
+
+
+def test_kernels_of_a_graph_go_before_its_branches(device, monkeypatch):
+    """Where a plan has launches beside, the rest is captured on a stream of high priority; one wait joins them all."""
+    streams = Streams(monkeypatch)
+    planned, arguments = side_plan()
+    bound = BoundPlan(planned, CPU, arguments)
+    bound.device, bound.calls, bound.origin, bound.sites = torch.device("cuda", 0), [], [], []
+    for position, launch in enumerate(planned.plan.launches):  # as on a GPU
+        bound.bind(position, launch)
+    waits = [p for p, x in enumerate(planned.plan.launches) if x.provider == "wait"]
+    assert len(bound.beside) >= 2 and len(waits) == len(bound.beside)
+    graphed = Graphed(bound)
+    graphed.warm = True
+    graphed.run()
+    assert device.captured_on.priority == -1
+    assert streams.told.count("main waits for over") == 1 and streams.told[-1] == "main waits for over"
+    assert streams.told.count("side waits for started") == len(waits)
+
+
+def test_numbers_that_agree_are_looked_at_once(device):
+    """A graph captured while two numbers differed does not stand for a step in which they are one."""
+    bound = bound_plan(device)
+    bound.taken, bound.numbers.stands_for = {1, 2}, {2: 1}
+    graphed = Graphed(bound)
+    for other in (0.5, 0.25):
+        bound.values[1], bound.values[2] = 0.5, other
+        graphed.capture()
+        assert graphed.replay()
+        assert graphed.replay(alike=True) == (other == 0.5)
+    bound.values[1] = bound.values[2] = 0.25
+    assert not graphed.replay() and not graphed.replay(alike=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ import wholestep as ws
 from tests.runtime.runs import Perceptron, adamw, data, eager_step, fresh, sgd, squares
 from wholestep.errors import InputError, MemoryBudgetError
 from wholestep.runtime.bound import HostCall, HostNumbers
+from wholestep.runtime.counters import Counters
+from wholestep.runtime.record import native
 from wholestep.runtime.static import StaticStep, check_fits
 from wholestep.torch_private import TorchDispatchMode
 
@@ -483,3 +486,41 @@ def test_programs_of_one_step_share_their_arena() -> None:
     assert len(step._variants) == 3 and len(arenas) == 1
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def calls_of_a_warm_step(layers: int) -> int:
+    """How many functions a replayed step calls on the host, a graph that does nothing in place of a GPU's."""
+
+    class Replayed:
+        def replay(self, alike: bool) -> bool:
+            return alike
+
+    x = data(6, 4)
+    _, _, step = start(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]), x=x)
+    for _ in range(2):
+        step(x)
+    static_of(step).graph = Replayed()  # type: ignore[assignment]
+    step(x)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        step(x)
+    finally:
+        sys.setprofile(None)
+    assert static_of(step).replayed and step.compilations == 1
+    return calls
+
+
+def test_the_host_work_of_a_replayed_step_does_not_grow_with_the_model(monkeypatch):
+    if isinstance(why := native(), str):
+        pytest.skip(why)
+    as_on_a_gpu = lambda *parts: Counters(*parts[:-1], True)  # noqa: E731 - counters side by side in memory
+    monkeypatch.setattr("wholestep.runtime.train_step.Counters", as_on_a_gpu)
+    few = calls_of_a_warm_step(2)
+    assert 0 < few < 400
+    assert calls_of_a_warm_step(9) == few

@@ -1,4 +1,4 @@
-"""What a snapshot notices between two steps, and what it does not mistake for a change."""
+"""What a snapshot notices between two steps, and what it does not mistake for a change; in C++ and without."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ import pytest
 import torch
 from torch import nn
 
+from wholestep.runtime import record as records
+from wholestep.runtime.record import NativeRecord, PlainRecord, Subjects, record
 from wholestep.runtime.unchanged import Snapshot
 from wholestep.training.optimizers import plan_optimizer
+
+
+@pytest.fixture(params=["C++", "Python"])
+def walker(request, monkeypatch):
+    """Who looks at everything."""
+    if request.param == "Python":
+        monkeypatch.setattr(records, "native", lambda: "there is no compiler")
+    elif isinstance(why := records.native(), str):
+        pytest.skip(why)
+    return {"C++": NativeRecord, "Python": PlainRecord}[request.param]
 
 
 class Parts:
@@ -45,12 +57,19 @@ CHANGES = {
     "new in an empty table": lambda p: p.model[0].register_buffer("more", torch.zeros(1)),
     "child": lambda p: p.model._modules.__setitem__("2", nn.Linear(4, 1)),
     "moved": lambda p: assign(p.model[0].weight, p.model[0].weight.data.clone()),
+    "exchanged": lambda p: torch.utils.swap_tensors(p.model[0].weight, nn.Parameter(torch.ones(4, 4))),
     "laid otherwise": lambda p: assign(p.model[0].weight, p.model[0].weight.data.t()),
     "state moved": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].clone()),
     "state laid otherwise": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].data.t()),
     "counter replaced": lambda p: replace(p.state, "step"),
     "state replaced": lambda p: p.optimizer.load_state_dict(copy.deepcopy(p.optimizer.state_dict())),
     "state gone": lambda p: p.optimizer.state.clear(),
+    "other state": lambda p: setattr(p.optimizer, "state", copy.copy(p.optimizer.state)),
+    "other groups": lambda p: setattr(p.optimizer, "param_groups", copy.copy(p.optimizer.param_groups)),
+    "other list": lambda p: p.optimizer.param_groups[0].__setitem__(
+        "params", p.optimizer.param_groups[0]["params"][1:]
+    ),
+    "group added": lambda p: p.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
     "group grows": lambda p: p.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2))),
     "parameter swapped": lambda p: p.optimizer.param_groups[0]["params"].reverse(),
     "option": lambda p: p.optimizer.param_groups[0].__setitem__("amsgrad", True),
@@ -58,14 +77,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_noticed(what):
+def test_a_change_is_noticed(what, walker):
     parts = Parts()
     assert parts.snapshot.holds() and parts.snapshot.same_groups
     CHANGES[what](parts)
     assert not parts.snapshot.holds()
 
 
-def test_values_and_learning_rates_may_change():
+def test_values_and_learning_rates_may_change(walker):
     parts = Parts()
     with torch.no_grad():
         parts.model[0].weight.mul_(2)
@@ -84,3 +103,60 @@ def test_a_hyper_parameter_that_can_change_inside_is_read_every_time():
     parts = Parts(torch.tensor(0.1))
     parts.optimizer.param_groups[0]["lr"].fill_(0.2)
     assert parts.snapshot.holds() and not parts.snapshot.same_groups
+
+
+def test_attributes_and_modes_may_be_set_to_what_they_are(walker):
+    parts = Parts()
+    parts.model[0].note = "a user's own"
+    parts.model.train()
+    parts.optimizer.param_groups[0]["lr"] = float("0.1")
+    assert parts.snapshot.holds() and parts.snapshot.same_groups
+    parts.model.train()
+    parts.model[2].training = False
+    assert not parts.snapshot.holds()
+
+
+def test_writes_are_counted(walker):
+    tensors = [torch.zeros(2), nn.Parameter(torch.zeros(3, 2))]
+    counted = record(Subjects(counted=tensors))
+    assert type(counted) is walker and counted.same()
+    tensors[1].data.add_(1)
+    assert counted.same()
+    with torch.no_grad():
+        tensors[1].add_(1)
+    assert not counted.same()
+    counted.keep()
+    assert counted.same()
+
+
+def test_a_record_holds_what_it_is_of(walker):
+    """What has gone from the user's list is still looked at, and is not somebody else's memory."""
+    tables, lists = [{"a": object()}], [[object()]]
+    kept = record(Subjects(tables=tables, lists=lists))
+    tables.clear()
+    lists[0][0] = object()
+    assert not kept.same()
+    kept.keep()
+    assert kept.same()
+    lists[0].append(object())
+    assert not kept.same()
+
+
+def test_a_table_that_grows_is_noticed_wherever_it_is(walker):
+    tables = [{}, {"a": 1}, {}]
+    for table in tables:
+        kept = record(Subjects(tables=tables))
+        assert kept.same()
+        table["more"] = None
+        assert not kept.same()
+        kept.keep()
+        assert kept.same()
+        del table["more"]
+        assert not kept.same()
+
+
+def test_a_tensor_that_cannot_be_read_is_never_the_same():
+    if isinstance(why := records.native(), str):
+        pytest.skip(why)
+    assert record(Subjects(placed=[torch.eye(2)])).same()
+    assert not record(Subjects(placed=[torch.eye(2).to_sparse()])).same()

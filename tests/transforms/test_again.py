@@ -34,6 +34,13 @@ def shared(b: Any, x: Any, mean: Any, dy: Any) -> list[Any]:
     return [y, b.mul(total, y)]
 
 
+def in_turn(b: Any, x: Any, mean: Any, dy: Any) -> list[Any]:
+    """As around squeeze-and-excite: the second kernel hands on less once it computes what the first would hand it."""
+    y = b.silu(b.sub(x, mean))
+    given = b.mul(b.add(dy, b.sum(b.mul(dy, y), dims=(0,), keepdim=True)), y)
+    return [b.mul(b.sub(given, b.sum(given, dims=(0,), keepdim=True)), x)]
+
+
 def of(build: Any) -> tuple[Op, list[torch.Tensor]]:
     types = [TensorType((ROWS, 8), F32), TensorType((1, 8), F32), TensorType((ROWS, 8), F32)]
     torch.manual_seed(0)
@@ -66,6 +73,18 @@ def test_a_value_between_two_kernels_is_not_written(monkeypatch: pytest.MonkeyPa
     function, inputs = of(normalised)
     run(function, inputs)
     assert large(function) == [(2, 0), (2, 1)]
+
+
+def test_what_a_kernel_has_taken_over_lets_it_hand_on_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 0)
+    monkeypatch.setattr(again, "ROUNDS", 1)
+    function, inputs = of(in_turn)
+    run(function, inputs)
+    assert large(function) == [(2, 0), (2, 1), (2, 1)]
+    monkeypatch.setattr(again, "ROUNDS", 3)
+    function, inputs = of(in_turn)
+    run(function, inputs)
+    assert large(function) == [(2, 0), (2, 0), (2, 1)]
 
 
 def test_what_is_written_in_any_case_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import torch
 from tests.dialects.step.harness import randn
 from wholestep.dialects.loop.reference import run
 from wholestep.dialects.step import StepBuilder, tensor_type
-from wholestep.ir import BF16, TensorType, add_function, finish_function, module, verify
+from wholestep.ir import BF16, F64, TensorType, add_function, finish_function, module, verify
 from wholestep.ir.core import Op
+from wholestep.ir.passes import run_pipeline
 from wholestep.runtime.executor import Executable
-from wholestep.transforms.backward_forms import GradientAsConvolution, take
+from wholestep.transforms.backward_forms import FORMS, GradientAsConvolution, OwnPadding
 from wholestep.transforms.loops import lowered
-from wholestep.transforms.opportunity import opportunities
+from wholestep.transforms.opportunity import opportunities, take
 from wholestep.transforms.pointwise_convolution import StridedGradient
 
 CASES = [
@@ -80,13 +81,13 @@ def test_what_is_taken(options: tuple[Any, ...], taken: str, reason: str) -> Non
     root, _ = program(*options)
     forms = [o for o in opportunities(root) if o.transformation in ("gradient_as_convolution", "strided_gradient")]
     assert len(forms) == 1 and reason in forms[0].why_not and bool(forms[0].why_not) == bool(reason)
-    done = take(root)
+    done = take(root, FORMS)
     verify(root)
     assert done == ([f"{taken} f/-/backward/conv_input_grad#0"] if taken else [])
     if taken:
         assert forms[0].change.bytes < 0
         again, _ = program(*options)
-        assert take(again, [f"{taken} *"]) == []
+        assert take(again, FORMS, [f"{taken} *"]) == []
 
 
 def test_zeros_between_pixels_are_part_of_the_reader() -> None:
@@ -102,3 +103,59 @@ def test_zeros_between_pixels_are_part_of_the_reader() -> None:
     run(lowered(function), [small, other], [found])
     other[:, :, ::2, ::2] += small
     assert torch.equal(found, other.relu())
+
+
+def padded_program(element: Any = F64, groups: int = 4, border: tuple[int, int] = (0, 1)) -> tuple[Op, Op]:
+    """A convolution of an image that was padded on its own, with both gradients; every second pixel is a window's."""
+    low, high = border
+    size = 8 + low + high
+    out = (size - 3) // 2 + 1
+    types = [TensorType(s, element) for s in ((2, 4, 8, 8), (4, 4 // groups, 3, 3), (2, 4, out, out))]
+    root = module()
+    function = add_function(root, "f", types)
+    block = function.regions[0].block
+    x, w, dy = block.arguments
+    b = StepBuilder(block)
+    how = dict(stride=(2, 2), padding=(0, 0), dilation=(1, 1), groups=groups)
+    wide = b.layout(b.pad(x, low=(0, 0, low, low), high=(0, 0, high, high), value=0.0), order=(0, 2, 3, 1))
+    y = b.conv(wide, w, None, **how)
+    dx = b.conv_input_grad(dy, w, input_shape=(2, 4, size, size), **how)
+    dx = b.slice(b.slice(dx, dim=2, start=low, end=low + 8), dim=3, start=low, end=low + 8)
+    finish_function(function, [y, dx, b.conv_weight_grad(wide, dy, weight_shape=w.type.shape, **how)])
+    return root, function
+
+
+@pytest.mark.parametrize("border", [(0, 1), (1, 2)])
+def test_a_padded_image_is_read_without_its_border(border: tuple[int, int]) -> None:
+    _, function = padded_program(border=border)
+    inputs = [randn(*v.type.shape, seed=i) for i, v in enumerate(function.regions[0].block.arguments)]
+    wanted = Executable(function)(inputs)
+    root, function = padded_program(border=border)
+    for op in [o for o in function.regions[0].block if o.name.startswith("step.conv")]:
+        OwnPadding().apply(op)
+    run_pipeline(root, "dce")
+    verify(root)
+    assert not {op.name for op in function.regions[0].block} & {"step.pad", "step.slice"}
+    for mine, true in zip(Executable(function)(inputs), wanted, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-12)
+
+
+def test_loops_of_a_convolution_that_pads_before_and_behind_apart() -> None:
+    x, w = randn(1, 2, 4, 4), randn(2, 1, 3, 3, seed=1)
+    function = add_function(module(), "f", [tensor_type(x), tensor_type(w)])
+    block = function.regions[0].block
+    how = dict(stride=(2, 2), padding=(0, 0), padding_after=(1, 1), dilation=(1, 1), groups=2)
+    finish_function(function, [StepBuilder(block).conv(*block.arguments, None, **how)])
+    found = torch.empty(1, 2, 2, 2, dtype=torch.float64)
+    run(lowered(function), [x, w], [found])
+    wanted = torch.nn.functional.conv2d(torch.nn.functional.pad(x, (0, 1, 0, 1)), w, stride=2, groups=2)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_who_pads_itself() -> None:
+    for options, reason in (((BF16,), ""), ((F64,), "16 bits"), ((BF16, 2), "groups of several")):
+        root, _ = padded_program(*options)
+        mine = [o for o in opportunities(root) if o.transformation == "own_padding"]
+        assert len(mine) == 3 and all(reason in o.why_not and bool(o.why_not) == bool(reason) for o in mine)
+        assert all((o.change.bytes < 0) == (not reason) for o in mine)
+        assert len(take(root, FORMS)) == (0 if reason else 3)

@@ -39,15 +39,17 @@ def names(function: Op) -> list[str]:
 @pytest.fixture
 def any_size(monkeypatch):
     monkeypatch.setattr(pad, "WORTH", 0)
+    monkeypatch.setattr(pad, "PAYS", 0)
 
 
 @pytest.mark.parametrize(
     ("left", "right", "spec", "padded"),
     [
         ((16, 24), (24, 37), "ab,bc->ac", {"c": (37, 40)}),
-        ((16, 50), (50, 32), "ab,bc->ac", {"b": (50, 56)}),  # the reduced dimension: nothing to cut off afterwards
+        ((16, 50), (24, 50), "ab,cb->ac", {"b": (50, 56)}),  # the reduced dimension: nothing to cut off afterwards
+        ((32, 50), (50, 16), "ab,bc->ac", {"b": (50, 56)}),
         ((13, 50), (37, 50), "ab,cb->ac", {"b": (50, 56), "c": (37, 40)}),
-        ((3, 5, 12), (3, 12, 9), "nab,nbc->nac", {"b": (12, 16), "c": (9, 16)}),
+        ((3, 9, 12), (3, 12, 9), "nab,nbc->nac", {"b": (12, 16), "c": (9, 16)}),
         ((4, 8), (8, 1030), "ab,bc->ac", {"c": (1030, 1088)}),  # large dimensions go to whole tiles
     ],
     ids=str,
@@ -65,6 +67,46 @@ def test_a_filled_product_gives_the_same_numbers(any_size, left, right, spec, pa
     want = torch.einsum(spec, x.double(), y.double())
     assert mine.dtype == LOW and mine.shape == want.shape
     torch.testing.assert_close(mine.double(), want, rtol=1.6e-2, atol=1e-2)
+
+
+def test_of_a_small_operand_only_the_distance_of_rows_is_filled(any_size):
+    x, y = data(4, 50, 32).to(LOW), data(37, 50, seed=1).to(LOW)
+    root, function = product(x, y, spec="nbc,ab->nca")
+    (op,) = [op for op in function.regions[0].block if op.name == "step.contract"]
+    assert pad.rows_apart(op) == {"b"}
+    (opportunity,) = found(root)
+    assert opportunity.change.bytes == 2 * 37 * 50 * 2 and opportunity.change.flops < 2 * 4 * 32 * 50 * 4
+    assert len(transform(root, force=["pad *"])) == 1 and found(root) == []
+    ir.verify(root)
+    (op,) = [op for op in function.regions[0].block if op.name == "step.contract"]
+    assert op.lhs.op is None and op.rhs.type.shape == (40, 50) and op.result.type.shape == (4, 32, 40)
+    (mine,) = Executable(function)([x, y])
+    want = torch.einsum("nbc,ab->nca", x.double(), y.double())
+    torch.testing.assert_close(mine.double(), want, rtol=1.6e-2, atol=2e-2)
+
+
+def test_a_copy_that_takes_longer_than_it_saves_is_not_made(monkeypatch):
+    monkeypatch.setattr(pad, "WORTH", 0)
+    (opportunity,) = found(product(data(64, 27, 64).to(LOW), data(64, 64, 27).to(LOW), spec="nab,nbc->nac")[0])
+    assert "would take longer" in opportunity.why_not
+    (opportunity,) = found(product(data(256, 64).to(LOW), data(64, 27).to(LOW))[0])
+    assert not opportunity.why_not
+
+
+def test_sums_of_a_filled_operand_are_sums_of_what_is_in_memory(any_size):
+    x, y = data(16, 37).to(LOW), data(37, 24, seed=1).to(LOW)
+    root = module()
+    function = add_function(root, "f", [tensor_type(x), tensor_type(y)])
+    b = StepBuilder(function.regions[0].block, phase="backward")
+    dy = b.neg(function.regions[0].block.arguments[0])
+    product = b.contract(dy, function.regions[0].block.arguments[1], spec="ab,bc->ac")
+    finish_function(function, [product, b.sum(dy, dims=(0,)), b.sum(dy, dims=(1,))])
+    assert len(transform(root, force=["pad *"])) == 1
+    ir.verify(root)
+    columns, rows = [op for op in function.regions[0].block if op.name == "step.sum"]
+    assert columns.operands[0].op.name == "step.pad" and rows.operands[0].op.name == "step.neg"
+    for mine, want in zip(Executable(function)([x, y])[1:], (-x.sum(0), -x.sum(1)), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
 def test_the_predicted_change(any_size):
@@ -105,7 +147,7 @@ def layers() -> torch.nn.Module:
 
 def run(**options) -> tuple[ws.TrainStep, list[float]]:
     model = fresh(layers)
-    step = ws.compile(model, squares, adamw(model), (data(16, 24),), precision="bf16", **options)
+    step = ws.compile(model, squares, adamw(model), (data(16, 24),), precision="bf16", providers=["aten"], **options)
     return step, [float(step(data(16, 24, seed=s))) for s in range(4)]
 
 

@@ -20,9 +20,10 @@ from wholestep.ir.verify import verify
 from wholestep.plan.planner import Planned, planned_function
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.layout import own_strides
-from wholestep.transforms.opportunity import transform
-from wholestep.transforms.pointwise_convolution import PointwiseConvolution, take_products
+from wholestep.transforms.opportunity import take, transform
+from wholestep.transforms.pointwise_convolution import PointwiseConvolution
 
+NAMES = ("pointwise_convolution",)
 CONVOLUTIONS = ("step.conv", "step.conv_input_grad", "step.conv_weight_grad")
 
 
@@ -89,7 +90,7 @@ def test_the_step_gives_the_same_and_the_rest_stays() -> None:
     before = Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in case.inputs])
     layers = ("1.narrow", "1.widen", "1.squeeze", "1.excite")
     assert all(convolutions(case.program.function)[layer] == 3 for layer in layers)
-    done = take_products(case.program.module)
+    done = take(case.program.module, NAMES)
     verify(case.program.module)
     assert len(done) == 3 * len(layers) and done[0].startswith("pointwise_convolution step/")
     assert set(convolutions(case.program.function)) == {"0.0", "1.conv", "1.short"}
@@ -105,7 +106,7 @@ def test_those_of_sequences_are_products_too() -> None:
     case = Case((sequence(), squared, batch("sequence")), "sgd", precision="bf16")
     before = Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in case.inputs])
     transform(case.program.module, force=["channels_last *"])
-    assert len(take_products(case.program.module)) == 6
+    assert len(take(case.program.module, NAMES)) == 6
     verify(case.program.module)
     assert set(convolutions(case.program.function)) == {"0", "1.both", "2.both", "3", "4"}
     plan = planned(case)
@@ -138,7 +139,7 @@ def test_one_op_gives_the_same_to_the_last_digits(part: str, places: tuple[int, 
 
 def test_each_product_is_one_call_that_copies_nothing() -> None:
     case = laid_out()
-    layers = {key.split("/")[1] for key in take_products(case.program.module)}
+    layers = {key.split("/")[1] for key in take(case.program.module, NAMES)}
     found = planned(case)
     calls = []
     for launch, kernel in zip(found.plan.launches, found.kernels, strict=True):
@@ -168,7 +169,7 @@ def test_reasons() -> None:
 
 def test_what_is_forbidden_stays_and_a_recipe_brings_it_all_back() -> None:
     case = laid_out()
-    done = take_products(case.program.module, ["pointwise_convolution */1.widen/*"])
+    done = take(case.program.module, NAMES, ["pointwise_convolution */1.widen/*"])
     assert convolutions(case.program.function)["1.widen"] == 3 and len(done) == 9
     again = laid_out()
     assert transform(again.program.module, recipe=done) == done

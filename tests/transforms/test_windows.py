@@ -15,9 +15,9 @@ from wholestep.dialects.loop.reference import run
 from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.ir import F32, TensorType, add_function, finish_function, module, verify
 from wholestep.ir.core import Op
-from wholestep.transforms.backward_forms import take
+from wholestep.transforms.backward_forms import FORMS
 from wholestep.transforms.loops import NotLoops, lowered
-from wholestep.transforms.opportunity import opportunities
+from wholestep.transforms.opportunity import opportunities, take
 from wholestep.transforms.regions import Bodies, piece_of
 
 STRANGE = torch.tensor([float("nan"), float("-inf"), float("inf"), 1.0, 1.0, -2.0, 0.0, -0.0], dtype=torch.float64)
@@ -125,17 +125,17 @@ def test_positions_are_kept_in_one_byte() -> None:
     wanted = Executable(function)([x, dy])
     (found,) = [o for o in opportunities(root) if o.transformation == "short_positions"]
     assert found.change.saved == -72 * 7
-    assert take(root, ["short_positions */elsewhere/*"]) == [found.key]
+    assert take(root, FORMS, ["short_positions */elsewhere/*"]) == [found.key]
     verify(root)
     assert [str(op.indices.type.element) for op in function.regions[0].block if op.name == "step.max_pool"] == ["ui8"]
     assert all(map(torch.equal, Executable(function)([x, dy]), wanted))
-    assert take(root) == []
+    assert take(root, FORMS) == []
 
 
 def test_positions_that_are_shown_stay() -> None:
     root, _ = program(shown=True)
     (found,) = [o for o in opportunities(root) if o.transformation == "short_positions"]
-    assert "other than its gradient" in found.why_not and take(root) == []
+    assert "other than its gradient" in found.why_not and take(root, FORMS) == []
 
 
 def test_pooling_takes_along_what_comes_before_it() -> None:

@@ -2,7 +2,8 @@
 
 Of each provider the best guess is tried first, and its other ways only for the regions that take most of the time.
 While one region is measured, kernels of the next are compiled. A way that is wrong, crashes or cannot be built is
-excluded with its reason and never stops a compile. What was measured is kept (`store.py`): once per machine.
+excluded with its reason and never stops a compile. What was measured is kept (`store.py`), once per machine and version
+of the providers' code; where only guesses were tried, a program in which the region weighs more tries the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from ..ir.core import Value
+from ..transforms.regions import form_of
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op
 from .store import Choice, Store, Timed, fingerprint
 
@@ -31,6 +33,10 @@ PATIENCE = {"cpu": 0.04, "cuda": 0.01}
 HEAVY = 0.7
 #: a way is timed by one call where that took so many times as long as the best way, and so many seconds
 CLEARLY, SLOW = 3.0, 1e-3
+#: on a GPU: so many times as long as the best way, and so many seconds more, which launching may take
+CLEARLY_ON_GPU, LAUNCHING = 2.0, 1e-4
+#: of regions that differ in sizes alone the heaviest is tried in every way, the others in this many of its best
+ALIKE = 2
 
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
@@ -79,37 +85,93 @@ class Choices:
                     continue
                 launches[region.key] += 1
                 if region.key not in contests:
-                    offers = self.offers(region)
-                    contests[region.key] = contest = Contest(region, offers, self.kept(region.key, offers))
+                    contests[region.key] = contest = self.contest(region)
                     contest.tried = contest.first(self.measure)
                     begin(ahead, contest.tried)
+            if self.measure and ahead:  # a guess at what is heavy: compiled while first guesses are measured
+                for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
+                    begin(ahead, group[0].left if group[0].kept is None else ())
             self.seconds["generate"] += time.perf_counter() - start
             self.round(contests.values(), ahead)
-            lost = [c for c in contests.values() if c.fails and c.left]
+            lost = [c for c in contests.values() if c.fails and self.reopen(c)]
             for contest in lost:  # the winner of before, or a guess, is no use
-                contest.tried, contest.kept = contest.left, None
-            self.round(lost, ahead)
-            heavy = self.heavy([c for c in contests.values() if c.kept is None], launches) if self.measure else []
-            for contest in heavy:
                 contest.tried = contest.left
-            self.round(heavy, ahead)
+            self.round(lost, ahead)
+            if self.measure:
+                self.try_more(self.heavy(contests.values(), launches, Contest.estimate), ahead)
         for key, contest in contests.items():
             self.known[key] = self.settle(contest)
         if self.device.type == "cuda" and any(c.timed for c in contests.values()):
             torch.cuda.empty_cache()  # what operands took is the step's again
 
-    def heavy(self, contests: Sequence[Contest], launches: Mapping[str, int]) -> list[Contest]:
-        """Those that take most of the time and have ways left to try, the longest first."""
-        taken = {c.region.key: launches[c.region.key] * c.best[0] for c in contests if c.best is not None}
+    def contest(self, region: Region) -> Contest:
+        """What is known and offered for a region: where a winner is known, nobody but its provider is asked."""
+        choice = self.store.get(self.store_key(region.key)) if self.store is not None else None
+        if choice is not None and choice.versions == self.versions:
+            winner = self.winner(region, choice)
+            if winner is not None:
+                for name, why in choice.refused.items():
+                    self.refuse(name, why)
+                guessed = choice.seconds if math.isinf(choice.guessed) else choice.guessed
+                return Contest(region, [winner], choice, refused=choice.refused, guessed=guessed)
+        offers, refused = self.offers(region)
+        return Contest(region, offers, None, refused=refused)
+
+    def winner(self, region: Region, choice: Choice) -> Pair | None:
+        """The way that won before, where its provider still has it."""
+        name, _, way = choice.winner.partition(":")
+        for provider in self.providers:
+            if provider.name == name:
+                try:
+                    offer = provider.offer(region, way)
+                except Exception:  # it is asked again with the others, and then its reason is noted
+                    return None
+                return None if offer is None else (provider, offer)
+        return None
+
+    def reopen(self, contest: Contest) -> bool:
+        """Lets the others take part in what was decided before. Whether there are ways that were not tried yet."""
+        kept, contest.kept = contest.kept, None
+        if kept is not None:
+            start = time.perf_counter()
+            contest.offers, contest.refused = self.offers(contest.region)
+            self.seconds["generate"] += time.perf_counter() - start
+            if contest.best is not None:  # what was measured before still counts
+                contest.best, contest.aten, contest.timed = (
+                    (kept.seconds, contest.best[1]),
+                    kept.aten,
+                    kept.candidates[:],
+                )
+        return bool(contest.left)
+
+    def heavy(
+        self, contests: Iterable[Contest], launches: Mapping[str, int], weight: Callable[[Contest], float]
+    ) -> list[Contest]:
+        """Those that take most of the time and may have ways left to try, the longest first."""
+        taken = {c: launches[c.region.key] * w for c in contests if not math.isnan(w := weight(c))}
         share = math.inf if self.products else HEAVY * sum(taken.values())
         found, so_far = [], 0.0
-        for contest in sorted((c for c in contests if c.best is not None), key=lambda c: -taken[c.region.key]):
+        for contest in sorted(taken, key=lambda c: -taken[c]):
             if so_far >= share:
                 break
-            so_far += taken[contest.region.key]
-            if contest.left:
+            so_far += taken[contest]
+            if contest.left if contest.kept is None else not contest.kept.whole:
                 found.append(contest)
         return found
+
+    def try_more(self, heavy: Sequence[Contest], ahead: Mapping[str, Any]) -> None:
+        """Tries every way for what is heavy; what differs from a heavier one in sizes alone only the best of those."""
+        left = [c for c in heavy if self.reopen(c)]
+        groups = [[c] for c in left] if self.products else alike(left)
+        for first, *_ in groups:
+            first.tried, first.whole = first.left, True
+        self.round([group[0] for group in groups], ahead)
+        others = [(group[0].best_names(ALIKE), c) for group in groups for c in group[1:]]
+        for names, contest in others:
+            has_them = any(name_of(pair) in names for pair in contest.offers)
+            contest.tried = [pair for pair in contest.left if name_of(pair) in names or not has_them]
+            contest.whole = True
+        self.round([c for _, c in others if c.tried], ahead)
 
     def round(self, contests: Iterable[Contest], ahead: Mapping[str, Any]) -> None:
         """Builds and measures what is to be tried now. Who compiles ahead is built region by region, others at once."""
@@ -148,11 +210,11 @@ class Choices:
             yield found
 
     def times(self, regions: Sequence[Region]) -> list[float]:
-        """Measured seconds of regions, each by the best of the providers."""
-        self.decide(regions)
+        """Measured seconds of regions, each by the best of the providers; of a product alone, by the library."""
+        self.decide([r for r in regions if not is_product(r)])
         found = []
         for region in regions:
-            chosen = self.known[region.key]
+            chosen = self.known.setdefault(region.key, Chosen("aten", "aten", None))
             if math.isnan(chosen.seconds):
                 inputs, run = neutral_inputs(region, False), op_by_op(region)
                 with torch.no_grad():
@@ -160,27 +222,29 @@ class Choices:
             found.append(chosen.seconds)
         return found
 
-    def offers(self, region: Region) -> list[tuple[Provider, Offer]]:
-        found: list[tuple[Provider, Offer]] = []
+    def offers(self, region: Region) -> tuple[list[Pair], dict[str, str]]:
+        """All ways to run a region, and why some providers have none."""
+        found: list[Pair] = []
+        refused: dict[str, str] = {}
         for provider in self.providers:
             try:
                 why = provider.claims(region)
-                if why:
-                    self.refuse(provider.name, why)
-                    continue
-                found += [(provider, offer) for offer in provider.offers(region)]
+                found += [] if why else [(provider, offer) for offer in provider.offers(region)]
             except Exception as error:  # one provider's failure is no reason to stop
-                self.refuse(provider.name, f"it failed: {first_line(error)}")
-        return found
+                why = f"it failed: {first_line(error)}"
+            if why:
+                refused[provider.name] = why
+                self.refuse(provider.name, why)
+        return found, refused
 
     def refuse(self, provider: str, why: str) -> None:
         reasons = self.refusals.setdefault(provider, {})
         reasons[why] = reasons.get(why, 0) + 1
 
-    def kept(self, key: str, offers: Sequence[Pair]) -> Choice | None:
-        """The result of an earlier measurement, where its winner is among today's competitors."""
-        choice = self.store.get(self.store_key(key)) if self.store is not None and offers else None
-        return choice if choice is not None and any(name_of(pair) == choice.winner for pair in offers) else None
+    @property
+    def versions(self) -> dict[str, str]:
+        """What the code of each provider is now."""
+        return {p.name: p.version for p in self.providers}
 
     def store_key(self, region: str) -> str:
         return f"{region} {'+'.join(p.name for p in self.providers)}"
@@ -274,6 +338,8 @@ class Choices:
                 contest.aten = seconds = seconds * MARGIN
             if seconds < best:
                 contest.best = (seconds, (provider, offer, run))
+        if contest.best is not None and contest.guessed == math.inf:
+            contest.guessed = contest.best[0]
 
     def settle(self, contest: Contest) -> Chosen:
         """What was chosen in the end; a result of measuring is kept."""
@@ -284,11 +350,11 @@ class Choices:
         run_it = None if provider.name == "aten" else run  # ATen's ops go back into the plan
         found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded)
         if contest.kept is not None:
-            found.seconds = contest.kept.seconds
-            aten = [t.seconds for t in contest.kept.candidates if t.name == "aten:aten" and not t.why]
-            found.aten = aten[0] if aten else math.nan
+            found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
         elif self.store is not None and not math.isnan(seconds):
-            self.store.put(key, Choice(f"{provider.name}:{offer.name}", seconds, contest.timed))
+            whole = contest.whole or not contest.left
+            kept = (contest.timed, contest.guessed, whole, self.versions, contest.refused)
+            self.store.put(key, Choice(f"{provider.name}:{offer.name}", seconds, *kept))
         return found
 
     def wait(self) -> None:
@@ -303,13 +369,13 @@ class Choices:
         return on_gpu(call, self.device, to_beat) if self.device.type == "cuda" else on_cpu(call, to_beat)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Contest:
     """A region that something is to be chosen for: what is offered, what was tried, and the best so far."""
 
     region: Region
     offers: list[Pair]
-    #: the result of an earlier measurement, whose winner is among the offers
+    #: the result of an earlier measurement, whose winner is then the only offer
     kept: Choice | None
     #: what is to be tried now
     tried: list[Pair] = field(default_factory=list)
@@ -318,11 +384,27 @@ class Contest:
     timed: list[Timed] = field(default_factory=list)
     best: tuple[float, Way] | None = None
     aten: float = math.nan
+    #: why providers take no part
+    refused: dict[str, str] = field(default_factory=dict)
+    #: seconds of the best of what was tried first
+    guessed: float = math.inf
+    #: whether all that is worth it was tried
+    whole: bool = False
+
+    def estimate(self) -> float:
+        """Seconds by which regions are compared: those of first guesses, so that trying more of one changes nothing
+        for the others when the same program is compiled again. NaN where nothing ran."""
+        return math.nan if self.best is None else self.guessed
+
+    def best_names(self, count: int) -> set[str]:
+        """The names of the quickest ways, ATen's apart."""
+        ran = sorted((t for t in self.timed if not t.why and t.name != "aten:aten"), key=lambda t: t.seconds)
+        return {t.name for t in ran[:count]}
 
     def first(self, measured: bool) -> list[Pair]:
         """The winner of before, else the best guess of every provider; where nothing is measured, one guess."""
         if self.kept is not None:
-            return [next(pair for pair in self.offers if name_of(pair) == self.kept.winner)]
+            return self.offers
         guesses: dict[str, Pair] = {}
         for pair in self.offers:
             guesses.setdefault(pair[0].name, pair)
@@ -351,6 +433,17 @@ class Contest:
 def name_of(pair: Pair) -> str:
     provider, offer = pair
     return f"{provider.name}:{offer.name}"
+
+
+def alike(contests: Iterable[Contest]) -> list[list[Contest]]:
+    """Regions that differ in sizes alone, in the order that they come in."""
+    found: dict[tuple[object, ...], list[Contest]] = {}
+    for contest in contests:
+        region = contest.region
+        laid = tuple([tuple(sorted(range(len(s.shape)), key=lambda d, s=s: -s.strides[d])) for s in region.specs])  # type: ignore[misc]
+        apart = contest if region.parts else None  # (a batch is like no other)
+        found.setdefault((form_of(region.ops)[0], laid, apart), []).append(contest)
+    return list(found.values())
 
 
 def begin(ahead: Mapping[str, Any], pairs: Sequence[Pair]) -> None:
@@ -389,7 +482,7 @@ def on_gpu(call: Callable[[], object], device: torch.device, to_beat: float = ma
         then.record(stream)
         then.synchronize()
         once = first.elapsed_time(then) / 1e3
-        if once > max(CLEARLY * to_beat, SLOW):
+        if once > CLEARLY_ON_GPU * to_beat + LAUNCHING:
             return once
         count = min(10, max(1, int(1e-3 / max(once, 1e-6))))  # a slow one shows in fewer calls
         graph = torch.cuda.CUDAGraph()
@@ -449,6 +542,12 @@ def looks_up_what_it_computes(region: Region) -> bool:
     return False
 
 
+def is_product(region: Region) -> bool:
+    """Whether a region is a product and nothing else: a library writes its result in place, without a copy."""
+    work = [op for op in region.ops if op.operands and not getattr(op.definition, "views", False)]
+    return len(work) == 1 and work[0].name == "step.contract"
+
+
 def listed(value: Any) -> list[Value]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -476,22 +575,24 @@ def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], lo
             if wrong > int(x.numel() * turned):
                 return f"wrong: {wrong:,} elements of result {number} differ"
             continue
-        a, b = x.float(), y.float()
-        if not torch.equal(a.isfinite(), b.isfinite()):
+        good = y.isfinite()
+        if not torch.equal(x.isfinite(), good):
             return f"wrong: result {number} is finite at other places"
-        good = b.isfinite()
-        if not torch.equal(a[~good].nan_to_num(0.0), b[~good].nan_to_num(0.0)):
-            return f"wrong: result {number} has other infinities"
-        a, b = a[good], b[good]
-        if not a.numel():
+        if not bool(good.all()):  # (picking elements out takes long)
+            if not torch.equal(x[~good].nan_to_num(0.0), y[~good].nan_to_num(0.0)):
+                return f"wrong: result {number} has other infinities"
+            x, y = x[good], y[good]
+        if not x.numel():
             continue
-        scale = float(b.abs().max()) + 1e-12
-        typical = float(b.abs().mean()) + 1e-12
-        apart = (a - b).abs()
+        b = y.float()
+        apart = (x.float() - b).abs_()
+        b = b.abs_() if b is not y else b.abs()
         # rounding may turn a comparison, and what hangs on it, around: at few places
-        off = int((apart > (0.1 if low else 2e-3) * scale).sum())
-        if off > (2e-3 if low else 1e-4) * a.numel() or float(apart.mean()) > (0.02 if low else 1e-3) * typical:
-            return f"wrong: result {number} is off by up to {float(apart.max()):.3g}, and the largest is {scale:.3g}"
+        off = (apart > (0.1 if low else 2e-3) * (b.max() + 1e-12)).sum(dtype=torch.float64)
+        numbers = torch.stack([off, *(t.double() for t in (apart.mean(), apart.max(), b.mean(), b.max()))])
+        wrong_at, mean, most, typical, scale = numbers.tolist()  # (waits for the device once)
+        if wrong_at > (2e-3 if low else 1e-4) * x.numel() or mean > (0.02 if low else 1e-3) * (typical + 1e-12):
+            return f"wrong: result {number} is off by up to {most:.3g}, and the largest is {scale:.3g}"
     return ""
 
 

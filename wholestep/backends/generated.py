@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
+from typing import Any
 
 import torch
 
-from ..dialects.loop import Load, Reduce, Store, outputs_of, schedule, space_of, varying
+from ..dialects.loop import Load, NoSchedule, Reduce, Store, outputs_of, schedule, space_of, varying
 from ..dialects.loop.schedule import stored_along
 from ..dialects.step import torch_dtype
 from ..dialects.step.convolution import ConvolutionLike
@@ -86,7 +87,7 @@ def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
     if load is None:
         return None
     steps = address_steps(load, spec.strides, len(space_of(kernel)))
-    dims = varying(kernel)
+    dims = varying(kernel) if load.attributes["dynamic"] else {}
     for number, dim in zip(load.operands[1:], load.attributes["dynamic"], strict=True):
         for d in dims[number]:  # an index that is computed moves along that dimension as well
             steps[d] = max(steps[d], spec.strides[dim])
@@ -133,7 +134,10 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
         if op.definition is Load:
             loads.setdefault(op.operands[0], []).append(op)
     stores = {op.operands[1]: op for op in block if op.definition is Store}
-    walks = walks_before(kernel)
+    try:
+        walks = walks_before(kernel)
+    except NoSchedule:  # a product with sums of its result: tiles of rows and columns, in any order
+        return [frozenset() for _ in results]
     last = max(walks[op.operands[0]] for op in stores.values())
     found = []
     for argument, result in zip(outputs_of(kernel), results, strict=True):
@@ -189,9 +193,10 @@ def reduced_before(kernel: Op) -> dict[Op, frozenset[int]]:
 
 def walks_before(kernel: Op) -> dict[Value, int]:
     """Of each number, how many walks over the row must be over before it is known."""
-    along = set(schedule(kernel).along)
+    block = kernel.regions[0].block
+    along = set(schedule(kernel).along) if any(op.definition is Reduce for op in block) else set()
     found: dict[Value, int] = {}
-    for op in kernel.regions[0].block:
+    for op in block:
         behind = max((found.get(v, 0) for v in op.operands), default=0)
         for result in op.results:
             found[result] = behind + (op in along)
@@ -208,11 +213,12 @@ def kernel_of(region: Region, chosen: Chosen | None) -> Kernel:
     run = unchosen if chosen is None or chosen.run is None else chosen.run
     step = Step(KERNEL, run, tuple(Ref(i) for i in range(count)), {}, (*results, *inner))
     kernel = Kernel(count, [step], memory, results, list(region.results))
-    kernel.over = [
-        frozenset(first + n for n in taken)
-        for part, first in parts_of(region)
-        for taken in overwritable(part.kernel, part.operands, part.results)
-    ]
+    known: dict[Any, list[frozenset[int]]] = {}  # most parts of a batch are like others
+    for part, first in parts_of(region):
+        alike = (part.kernel, part.operands, part.results)
+        if alike not in known:
+            known[alike] = overwritable(*alike)
+        kernel.over += [frozenset([first + n for n in taken]) for taken in known[alike]]
     kernel.scratch = [(n, 0, 1) for n in inner]
     return kernel
 

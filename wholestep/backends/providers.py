@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -110,13 +112,30 @@ class Provider(ABC):
         """Seconds that it expects to need: what must move, at this many bytes per second."""
         return region.bytes / bandwidth
 
+    @property
+    def version(self) -> str:
+        """What its code is now: what was measured with other code is measured again. By default that of its file."""
+        try:
+            return version_of([Path(inspect.getfile(type(self)))])
+        except (OSError, TypeError):  # it was not defined in a file
+            return ""
+
     @abstractmethod
     def offers(self, region: Region) -> list[Offer]:
         """The ways it has to run a region, the best guess first."""
 
+    def offer(self, region: Region, name: str) -> Offer | None:
+        """The way of that name, which was offered before."""
+        return next((o for o in self.offers(region) if o.name == name), None)
+
     @abstractmethod
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
         """What runs each offer, by its key. A way that cannot be built is an exception, which is not raised."""
+
+
+def version_of(files: Iterable[Path]) -> str:
+    """A hash of source files."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 _PROVIDERS: dict[str, Provider] = {}
@@ -157,6 +176,7 @@ class Aten(Provider):
     """PyTorch's own kernels, one op after the other."""
 
     name = "aten"
+    version = ""  # (times are kept per version of torch)
 
     def claims(self, region: Region) -> str:
         return ""
@@ -206,6 +226,15 @@ class Generator(Provider):
     @property
     def code(self) -> Any:
         return importlib.import_module(f"wholestep.backends.{self.package}")
+
+    @cached_property
+    def version(self) -> str:  # type: ignore[override]
+        """Of its package, of its templates and of what writes loops."""
+        here = Path(__file__).parent
+        files = [here / f"{name.replace('.', '/')}.py" for name in self.templates]
+        for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
+            files += sorted(folder.glob("*.py"))
+        return version_of([*files, here.parent / "transforms" / "loops.py"])
 
     @property
     def batches(self) -> Any:
@@ -288,6 +317,13 @@ class Triton(Generator):
     def written(self) -> list[Any]:
         return super().written if importlib.util.find_spec("triton") is not None else []
 
+    def offer(self, region: Region, name: str) -> Offer | None:
+        """The way of that name; of a loop kernel the others are not written."""
+        if region.parts or region.kernel is None or self.template(region) is not None:
+            return super().offer(region, name)
+        found = self.code.candidates(region.kernel, region.specs, name)
+        return next((Offer(c.name, c.key, tuple(c.scratch), c) for c in found), None)
+
     def claims(self, region: Region) -> str:
         return super().claims(region) if importlib.util.find_spec("triton") else "the package triton is not installed"
 
@@ -309,6 +345,7 @@ class Inductor(Provider):
     """PyTorch's own compiler, region by region."""
 
     name = "inductor"
+    version = ""
 
     def claims(self, region: Region) -> str:
         if region.parts:

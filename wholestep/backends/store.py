@@ -30,8 +30,6 @@ from ..errors import InputError
 from ..machine.cpu import cpu_field
 from ..machine.describe import package_version, tool_version
 
-#: raised whenever generated kernels change, so that what was measured with older ones is measured again
-GENERATOR = 1
 #: of the table below; a file of another schema is put aside
 SCHEMA = 1
 DATABASE = "timings.sqlite"
@@ -73,6 +71,18 @@ class Choice:
     winner: str
     seconds: float
     candidates: list[Timed] = field(default_factory=list)
+    #: seconds of the best of the first guesses: by these it is told which regions are worth trying in every way
+    guessed: float = math.inf
+    #: whether every way was tried, and not the best guesses alone
+    whole: bool = False
+    #: what the code of each competitor was, and why some did not take part
+    versions: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def aten(self) -> float:
+        """Seconds that ATen took; NaN where it was not timed."""
+        return next((t.seconds for t in self.candidates if t.name == "aten:aten" and not t.why), math.nan)
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ def fingerprint(device: torch.device) -> str:
         parts += [torch.backends.cpu.get_cpu_capability(), next(filter(None, compilers), "no compiler")]
     else:
         parts = [device.type]
-    return ", ".join([*parts, f"torch {torch.__version__}", f"generator {GENERATOR}"])
+    return ", ".join([*parts, f"torch {torch.__version__}"])
 
 
 def digest(*parts: str | bytes) -> str:
@@ -397,7 +407,10 @@ def inode_of(path: Path) -> int | None:
 def to_json(choice: Choice) -> str:
     """A choice as JSON; ValueError if it could not be read back."""
     candidates = [[c.name, None if c.seconds == math.inf else c.seconds, c.why] for c in choice.candidates]
-    text = json.dumps({"winner": choice.winner, "seconds": choice.seconds, "candidates": candidates})
+    guessed = None if choice.guessed == math.inf else choice.guessed
+    content = {"winner": choice.winner, "seconds": choice.seconds, "candidates": candidates, "guessed": guessed}
+    content |= {"whole": choice.whole, "versions": choice.versions, "refused": choice.refused}
+    text = json.dumps(content)
     from_json(text.encode())
     return text
 
@@ -412,8 +425,19 @@ def from_json(text: Any) -> Choice:
         timed = [Timed(text_in(n), math.inf if s is None else number_in(s), text_in(w)) for n, s, w in candidates]
         if timed and not any(c.name == winner and not c.why for c in timed):
             raise ValueError(f"the winner {winner!r} is none of the candidates that ran")
-        return Choice(winner, number_in(seconds), timed)
-    except (TypeError, KeyError, OverflowError, RecursionError) as error:  # a ValueError goes on as it is
+        guessed, whole = given.get("guessed"), given.get("whole", False)
+        if not isinstance(whole, bool):
+            raise ValueError(f"{whole!r} is neither true nor false")
+        texts = [{text_in(k): text_in(v) for k, v in given.get(n, {}).items()} for n in ("versions", "refused")]
+        first = math.inf if guessed is None else number_in(guessed)
+        return Choice(winner, number_in(seconds), timed, first, whole, *texts)
+    except (
+        AttributeError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # a ValueError goes on as it is
         raise ValueError(f"not a choice: {type(error).__name__} {error}") from None
 
 

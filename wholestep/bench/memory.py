@@ -25,6 +25,8 @@ class Peak:
     def __init__(self, workload: Workload, trainer: Trainer, batch: Batch, device: str):
         self.device, self.workload, self.trainer, self.batch = device, workload, trainer, batch
         self.bytes = 0
+        #: the allocator's own peak: what CUDA graphs hold and no tensor has is not in it
+        self.allocated = 0
         self.resting = 0
 
     def start(self) -> None:
@@ -37,9 +39,9 @@ class Peak:
 
     def stop(self) -> None:
         if self.device == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
             release(self.device)
-            self.bytes = max(self.bytes, peak, torch.cuda.memory_reserved())
+            self.bytes = max(self.bytes, self.allocated, torch.cuda.memory_reserved())
         elif STATUS.exists():
             risen = max(0, resident("VmHWM") - self.resting)
             self.bytes = max(self.bytes, self.lasting() + risen)

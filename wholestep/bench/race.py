@@ -217,8 +217,8 @@ class Race:
                     if name in self.runners:
                         work(self)
             finally:
-                for name in list(self.runners):
-                    self.leave(name)
+                for name in list(self.runners):  # they have said all they know
+                    self.leave(name, at_once=True)
         return {name: entry for name, entry in self.entries.items() if name in contenders}
 
     # ---- before anything is timed ------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Table:
         if entry is None or entry["status"] != "agrees":
             return None
         if figure == UNPLANNED:
-            planned, peak = entry.get("facts", {}).get("planned_peak"), entry.get("peak_bytes")
+            planned, peak = entry.get("facts", {}).get("planned_peak"), entry.get("allocated_bytes")
             return None if not planned or peak is None else abs(peak / planned - 1)
         return entry.get("facts", {}).get(figure, entry.get(figure))
 

@@ -24,7 +24,7 @@ from .contenders import Trainer, is_ours, make, torch_step
 from .memory import Peak, release, size_of
 from .workload import Batch, Case, Workload, build
 
-#: steps that are taken before a block is timed: others have used the caches meanwhile, and memory was given back
+#: steps that are taken before a block is timed: others have used the caches meanwhile
 WARM = 2
 LEAST, MOST = 3, 200
 PROFILED = 3
@@ -137,14 +137,12 @@ class Worker:
 
     def time(self, order: dict[str, Any]) -> dict[str, Any]:
         """Seconds per step over one block. The first time, finds how many steps a block of the wanted length has."""
-        trainer, peak = self.trainer, self.peak
-        assert trainer is not None and peak is not None
-        peak.start()
+        trainer = self.trainer
+        assert trainer is not None
         if self.steps == 0:
             once = min(self.block(trainer, 1) for _ in range(2))
             self.steps = min(max(LEAST, math.ceil(order["seconds"] / once)), MOST)
         seconds = self.block(trainer, self.steps)
-        peak.stop()
         return {"seconds": seconds, "steps": self.steps}
 
     def block(self, trainer: Trainer, steps: int) -> float:
@@ -195,6 +193,7 @@ class Worker:
         jax = self.trainer.jax
         return {
             "peak_bytes": (self.peak.bytes if jax is None else jax.peak_bytes()) or None,
+            "allocated_bytes": self.peak.allocated or None,
             "state_bytes": size_of(tensors) if jax is None else jax.state_bytes(),
         }
 

@@ -43,6 +43,8 @@ _ONE_DTYPE = {
     torch.baddbmm,
     torch.einsum,
 }
+#: every other call is none of our business
+_WATCHED = {torch.Tensor.__float__}.union(_BELOW, _ABOVE, _DRAWS, _TO_BOOL, _READS, _HOOKS, _ONE_DTYPE)
 
 
 class RandomBranches(TorchFunctionMode):
@@ -56,6 +58,8 @@ class RandomBranches(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         if func in _TO_BOOL:
             for tensor, outcome in self._decided:
                 if tensor is args[0]:

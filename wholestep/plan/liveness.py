@@ -5,7 +5,7 @@ Views are gone here: a memory is read wherever one of its views is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..dialects.strides import same_places
 from .launches import ARGUMENT, HOST, LAUNCH, PINNED, Flat
@@ -31,6 +31,7 @@ class Graph:
     maker: list[int]  # per memory: the launch it begins at
     successors: list[list[int]]  # per launch: launches that must come later
     before: list[int]  # per launch: how many launches must come earlier
+    looks: list[int] = field(default_factory=list)  # per launch: equal where the same runs on memory of the same kind
 
 
 def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Graph:
@@ -101,7 +102,25 @@ def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Grap
         made_by,
         successors,
         before,
+        looks_of(flat, count, readers, target),
     )
+
+
+def looks_of(flat: Flat, count: list[int], readers: list[list[int]], target: list[int]) -> list[int]:
+    """Numbers for launches: equal for the same kernel on the same types, with results that are used as often."""
+    numbers: dict[tuple[object, ...], int] = {}
+    looks = []
+    for i in range(len(flat.op)):
+        read = tuple([id(flat.type[v]) for v in flat.reads[i]])  # types are made once, see `can_replace`
+        made = tuple(
+            [
+                (id(flat.type[v]), len(readers[v]), count[v] >= FOREVER, target[v] >= 0) if v >= 0 else ()
+                for v in flat.writes[i]
+            ]
+        )
+        key = (flat.name[i], flat.provider[i], flat.stream[i], flat.body[i], read, made)
+        looks.append(numbers.setdefault(key, len(numbers)))
+    return looks
 
 
 def can_replace(flat: Flat, value: int, argument: int) -> bool:

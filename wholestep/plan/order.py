@@ -1,7 +1,8 @@
 """The order of launches: several list schedules are tried, the best is improved by bounded local search.
 
-Program order is always among them, so the result is never worse. Every order keeps the dependences of the graph, and
-that old values of arguments are read before the new ones are written.
+Layers that repeat are then planned from one template: the instance at the peak is ordered in the same way by itself,
+and its order replayed in all instances. Program order is always among those tried, so the result is never worse. Every
+order keeps the dependences of the graph, and that old values of arguments are read before the new ones are written.
 """
 
 from __future__ import annotations
@@ -10,28 +11,45 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from .aliases import Assignment, assign
+from .hills import hills
 from .liveness import Graph
+from .templates import Template, in_words, instance_graph, repeated_launches, replay
 
 #: how many ready launches the look-ahead compares
 LOOK_AHEAD = 6
-#: local search stops after this many launches have been walked over
+#: local search stops after this many launches have been walked over, and after this many moves; in a template more
 SEARCH_EFFORT = 150_000
+MOVES, TEMPLATE_MOVES = 40, 400
+#: what small hills and templates must gain, as a share: addresses may lose less than that in gaps
+LEAST_GAIN = 0.001
 
 
 def best_order(graph: Graph, phases: list[str]) -> tuple[str, list[int], Assignment, int]:
     """The best order found: its name, the launches, who has which memory, and the peak of program order."""
+    name, order, found, program_peak = searched(graph, phases)
+    templates = repeated_launches(graph, order)
+    improved = by_template(graph, phases, order, found, templates)
+    if improved is not None:
+        order, found = improved
+        name = f"{name}, inside templates"
+    words = in_words(templates, len(order))
+    return (f"{name} (templates: {words} launches)" if words else name), order, found, program_peak
+
+
+def searched(graph: Graph, phases: list[str], moves: int = MOVES) -> tuple[str, list[int], Assignment, int]:
+    """As `best_order`, without a thought for what repeats. moves: what local search may try."""
     program = list(range(len(graph.reads)))
     first = assign(graph, program)
     best = ("program", program, first)
     tried = {tuple(program)}
 
-    def consider(name: str, order: list[int]) -> None:
+    def consider(name: str, order: list[int], gain: float = 0.0) -> None:
         nonlocal best
         if tuple(order) in tried:
             return
         tried.add(tuple(order))
         found = assign(graph, order)
-        if found.peak < best[2].peak:
+        if found.peak < best[2].peak * (1 - gain):
             best = (name, order, found)
 
     update = ["update" if phase in ("clip", "update") else "" for phase in phases]
@@ -41,11 +59,35 @@ def best_order(graph: Graph, phases: list[str]) -> tuple[str, list[int], Assignm
     consider("early updates, late producers", sink(graph, early))
     consider("look-ahead", look_ahead(graph, [0 if u else 1 for u in update]))
     name, order, found = best
-    improved = local_search(graph, order, found, lambda o: assign(graph, o))
+    improved = local_search(graph, order, found, lambda o: assign(graph, o), moves)
     if improved is not None:
-        order, found = improved
-        name = f"{name}, local search"
-    return name, order, found, first.peak
+        name, order, found = best = (f"{name}, local search", *improved)
+    small = hills(graph, order)
+    consider(f"{name}, small hills", small, LEAST_GAIN)
+    consider(f"{name}, small hills, late producers", sink(graph, small), LEAST_GAIN)
+    return *best, first.peak
+
+
+def by_template(
+    graph: Graph, phases: list[str], order: list[int], found: Assignment, templates: list[Template]
+) -> tuple[list[int], Assignment] | None:
+    """Plans the template that has the peak, while that lowers it. None where nothing was gained."""
+    start, refused = found.peak, set[Template]()
+    while order:
+        at = peak_position(found, len(order))
+        template = next((t for t in templates if t.start <= at < t.end), None)
+        if template is None or template in refused:
+            break
+        begin = at - (at - template.start) % template.length
+        small = instance_graph(graph, order, begin, template.length)
+        inner_phases = ["", *[phases[i] for i in order[begin : begin + template.length]]]
+        candidate = replay(order, template, searched(small, inner_phases, TEMPLATE_MOVES)[1])
+        trial = assign(graph, candidate)
+        if trial.peak < found.peak * (1 - LEAST_GAIN):
+            order, found = candidate, trial
+        else:
+            refused.add(template)
+    return (order, found) if found.peak < start else None
 
 
 def list_schedule(graph: Graph, rank: list[int]) -> list[int]:
@@ -116,11 +158,15 @@ def sink(graph: Graph, order: list[int]) -> list[int]:
 
 
 def local_search(
-    graph: Graph, order: list[int], found: Assignment, measure: Callable[[list[int]], Assignment]
+    graph: Graph,
+    order: list[int],
+    found: Assignment,
+    measure: Callable[[list[int]], Assignment],
+    most: int = MOVES,
 ) -> tuple[list[int], Assignment] | None:
     """Moves launches away from the peak: those after it that release memory to before it, those before it that take
     memory to after it. A move is kept if the peak falls. None where nothing was gained."""
-    moves = max(2, min(40, SEARCH_EFFORT // max(1, len(order))))
+    moves = max(2, min(most, SEARCH_EFFORT // max(1, len(order))))
     best, best_order_ = found, order
     start = found.peak
     refused: set[tuple[int, int]] = set()

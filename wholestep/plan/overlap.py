@@ -89,8 +89,8 @@ def traffic(flat: Flat, launch: int) -> int:
 def waits_of(flat: Flat, order: list[int]) -> list[tuple[int, ...]]:
     """Per launch of an order: positions on other streams that must be over before it runs.
 
-    A wait names its copy. A copy comes after all that the kernels' stream was given before it: the last launch there,
-    and what that stream has waited for since.
+    A wait names its launch. What runs on another stream comes after all that the kernels' stream was given before it:
+    the last launch there, and what that stream has waited for since.
     """
     position = {launch: p for p, launch in enumerate(order)}
     last: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ def waits_of(flat: Flat, order: list[int]) -> list[tuple[int, ...]]:
             waits: tuple[int, ...] = (position[flat.awaits[launch]],)
             last = (*last, *waits)
         elif flat.stream[launch]:
-            waits = last
+            waits = tuple([p for p in last if flat.stream[order[p]] != flat.stream[launch]])
         else:
             waits, last = (), (p,)
         out.append(waits)

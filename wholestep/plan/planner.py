@@ -15,10 +15,10 @@ from ..backends.kernels import Kernel, Kernels, Spec
 from ..dialects.step import torch_dtype
 from ..dialects.step.control import root_of
 from ..dialects.strides import Strides, row_major
-from ..errors import WholestepError
+from ..errors import InputError, WholestepError
 from ..ir.builtin import lookup
 from ..ir.collector import collector_paused
-from ..ir.core import Op
+from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
 from ..transforms.around import divide
 from ..transforms.batch import WAIT, Batches, batch, unbatch
@@ -26,6 +26,7 @@ from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
 from ..transforms.fusion_wishes import Wishes
 from ..transforms.regions import Bodies, Piece, body_of
+from ..transforms.side_updates import runs_beside
 from .aliases import Assignment, assign
 from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
 from .liveness import Graph, build_graph
@@ -33,6 +34,7 @@ from .order import best_order
 from .overlap import link_slowdown, overlapped, waits_of
 from .place import Placement, place
 from .plan import Buffer, Launch, Plan, Returned, aligned
+from .side import add_waits, hurried, keep_arguments, released, side_launches
 
 #: bytes that addresses are multiples of
 ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -114,18 +116,26 @@ class _Planner:
     wishes: Wishes = field(default_factory=Wishes)
     pieces: Bodies = field(default_factory=Bodies)
 
+    @property
+    def alignment(self) -> int:
+        return ALIGNMENT[self.device.type]
+
     def expanded(self, function: Op) -> Op:
         """What is planned: ops that ATen cannot run are expanded; by general rules where kernels are generated."""
         return expanded(function, self.device if self.choices is None else None)
 
-    def seconds(self, pieces: Sequence[Piece]) -> list[float]:
-        """Measured seconds of pieces on operands that lie row by row."""
+    def seconds(
+        self, pieces: Sequence[Piece], strides: Callable[[Value], tuple[int, ...]] | None = None
+    ) -> list[float]:
+        """Measured seconds of pieces on operands that lie so, or row by row."""
         assert self.choices is not None
         regions = []
         for piece in pieces:
             body = self.pieces(piece)
             function = body.function if body.function is not None else body_of(piece)
-            specs = [Spec(v.type.shape, row_major(v.type.shape), torch_dtype(v.type.element)) for v in piece.inputs]
+            laid = [row_major(v.type.shape) if strides is None else strides(v) for v in piece.inputs]
+            types = [v.type for v in piece.inputs]
+            specs = [Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, laid, strict=True)]
             regions.append(region_of(function, body.kernel, specs, self.device))
         return self.choices.times(regions)
 
@@ -150,7 +160,8 @@ class _Planner:
             self.choices.takes,
             recipe=self.wishes.recipe,
             force=self.wishes.force,
-            seconds=self.seconds if self.choices.products and self.device.type == "cuda" else None,
+            seconds=self.seconds if self.choices.measure and self.device.type == "cuda" else None,
+            products=self.choices.products,
         )
         root = root_of(function)
         bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}
@@ -193,7 +204,7 @@ class _Planner:
                 known[op] = Body(len(bodies) - 1, body.plan.arena, laid)
             return known[op]
 
-        alignment = ALIGNMENT[self.device.type]
+        alignment = self.alignment
         flat, fusion = self.flatten(function, numbers, strides, find, alignment)
         graph = build_graph(flat, alignment, self.whole_updates)
         if self.reorder:
@@ -202,20 +213,16 @@ class _Planner:
             name, order = "program", list(range(len(flat.op)))
             found = assign(graph, order)
             program_peak = found.peak
-        copies = any(flat.stream)
-        slowdown = link_slowdown(self.device.type) if copies else 1.0
-        if copies:
-            order = overlapped(flat, graph, order, slowdown)
-            found = assign(graph, order)
+        streams = _Streams(flat, graph, function, self)
+        order, found = streams.issued(order, found)
         placement = place(found.start, found.end, found.size, found.peak, self.omnimalloc)
         if placement.size > program_peak:  # gaps may have eaten what the order gained
-            program = list(range(len(flat.op)))
-            if copies:
-                program = overlapped(flat, graph, program, slowdown)
-            plain = assign(graph, program)
+            program = list(range(len(graph.reads)))
+            program, plain = streams.issued(program, assign(graph, program))
             other = place(plain.start, plain.end, plain.size, plain.peak, self.omnimalloc)
             if other.size < placement.size:
                 name, order, found, placement = "program", program, plain, other
+        graph = streams.graph
         kinds, names = argument_words(function)
         plan = Plan(
             function.attributes["sym_name"],
@@ -236,6 +243,41 @@ class _Planner:
         kernels = [flat.kernel[launch] for launch in order]
         kernels += [None] * (len(plan.launches) - len(kernels))
         return Planned(plan, function, kernels, bodies, fusion)
+
+
+class _Streams:
+    """What runs beside the kernels' stream: copies to and from the host, and updates where a function asks for it."""
+
+    def __init__(self, flat: Flat, graph: Graph, function: Op, planner: _Planner):
+        self.flat, self.graph, self.without_waits = flat, graph, graph
+        self.copies, self.hurry = any(flat.stream), planner.reorder
+        self.slowdown = link_slowdown(planner.device.type) if self.copies else 1.0
+        self.waits: dict[int, int] = {}
+        if not runs_beside(function):
+            return
+        if planner.whole_updates:
+            raise InputError(
+                "side-updates runs updates beside backward on a second stream of a GPU; on a CPU nothing changes "
+                "before the whole step has been computed. Leave it out of force= and of the recipe here"
+            )
+        side = side_launches(flat, list(function.regions[0].block))
+        self.waits = add_waits(flat, side)
+        self.graph = build_graph(flat, planner.alignment)
+        for each in (self.graph, self.without_waits):
+            keep_arguments(flat, each, side)
+
+    def issued(self, order: list[int], found: Assignment) -> tuple[list[int], Assignment]:
+        """The order with other streams' launches issued early and waited for late, and who has which memory then."""
+        if self.copies:
+            order = overlapped(self.flat, self.without_waits, order, self.slowdown)
+            found = assign(self.without_waits, order)
+        if self.waits:
+            if self.hurry:
+                order = hurried(self.flat, self.without_waits, order, list(self.waits))
+                found = assign(self.without_waits, order)
+            order = released(self.flat, self.without_waits, order, found, self.waits)
+            found = assign(self.graph, order)
+        return order, found
 
 
 def argument_words(function: Op) -> tuple[list[str], list[str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..capture.structure import differences, flatten, unflatten
-from ..dialects.step import torch_dtype
 from ..errors import InputError
 
 Signature = tuple[tuple[Any, ...], ...]
@@ -34,28 +33,6 @@ def as_compiled(example: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> 
     if len(batch) == 1 != parts and isinstance(batch[0], list | tuple) and len(batch[0]) == parts:
         raise InputError(f"the step takes the {parts} parts of a batch one by one: call step(*batch)")
     return tuple(batch)
-
-
-def as_before(batch: Any, slots: Sequence[Any], device: torch.device) -> list[torch.Tensor] | None:
-    """The tensors of a flat batch of exactly these shapes and types; None where it must be looked at more closely."""
-    if type(batch) is tuple:
-        tensors = list(batch)
-    elif type(batch) is dict:
-        tensors = list(batch.values())
-    else:
-        return None
-    if len(tensors) != len(slots):
-        return None
-    for slot in slots:
-        tensor = tensors[slot.source[1]]
-        if not (
-            isinstance(tensor, torch.Tensor)
-            and tensor.shape == slot.type.shape
-            and tensor.dtype == torch_dtype(slot.type.element)
-            and tensor.device == device
-        ):
-            return None
-    return tensors
 
 
 def flattened(batch: Any) -> tuple[list[torch.Tensor], list[str], Any]:

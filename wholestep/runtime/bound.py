@@ -109,20 +109,21 @@ class Choice:
 
 
 class Beside:
-    """A copy between the device and page-locked memory on a stream of its own, after all that the stream of the kernels
-    has been given so far. In a graph that is captured it is a branch, which the wait for it joins again."""
+    """The calls of one launch on a stream of its own, after all that the stream of the kernels has been given so far.
+    In a graph that is captured they are a branch, which the wait for them joins again."""
 
-    __slots__ = ("out", "over", "source", "started", "stream")
+    __slots__ = ("calls", "over", "started", "stream")
 
-    def __init__(self, out: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream):
-        self.out, self.source, self.stream = out, source, stream
+    def __init__(self, calls: list[Call], stream: torch.cuda.Stream):
+        self.calls, self.stream = calls, stream
         self.started, self.over = torch.cuda.Event(), torch.cuda.Event()
 
     def __call__(self) -> None:
         self.started.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self.started)
         with torch.cuda.stream(self.stream):
-            self.out.copy_(self.source, non_blocking=True)
+            for call, args, kwargs in self.calls:
+                call(*args, **kwargs)
             self.over.record(self.stream)
 
     def wait(self) -> None:
@@ -154,11 +155,21 @@ class HostNumbers:
         self.stands_for = {call.write: first[alike[call.write]] for call in calls}
         self.stands_for |= dict.fromkeys(counters, self.counters[0] if counters else -1)
         stands_for = self.stands_for
-        self.once = [
-            HostCall(c.function, tuple(stands_for.get(n, n) for n in c.reads), c.write, c.kind)
+        once = [
+            (c.function, tuple([stands_for.get(n, n) for n in c.reads]), c.write)
             for c in calls
             if stands_for[c.write] == c.write
         ]
+        moving = set(counters)
+        for _, reads, write in once:
+            if not moving.isdisjoint(reads):
+                moving.add(write)
+        #: what no counter changes is computed again only where what it follows from has changed
+        self.moving = [c for c in once if c[2] in moving]
+        self.steady = [c for c in once if c[2] not in moving]
+        made = {write for _, _, write in once}
+        self.given = sorted({n for _, reads, _ in self.steady for n in reads} - made)
+        self.known: list[Any] | None = None
         self.copies = [(n, stands_for[n]) for n in sorted(needed) if stands_for.get(n, n) != n]
 
     def compute(self, values: list[Any], agree: bool = False) -> bool:
@@ -166,10 +177,19 @@ class HostNumbers:
 
         agree: all counters are known to be one number, which is in the place of the first.
         """
-        one = agree or len({values[n] for n in self.counters}) == 1
-        for call in self.once if one else self.calls:
-            values[call.write] = call.function(*[values[n] for n in call.reads])
-        return one
+        if not agree and len({values[n] for n in self.counters}) != 1:
+            self.known = None
+            for call in self.calls:
+                values[call.write] = call.function(*[values[n] for n in call.reads])
+            return False
+        given = [values[n] for n in self.given]
+        if given != self.known:
+            self.known = given
+            for function, reads, write in self.steady:
+                values[write] = function(*[values[n] for n in reads])
+        for function, reads, write in self.moving:
+            values[write] = function(*[values[n] for n in reads])
+        return True
 
     def spread(self, values: list[Any]) -> None:
         """Gives numbers that were computed once to all who have them."""
@@ -219,6 +239,8 @@ class Cells:
         self.turn = -1
         #: by type: the numbers to look at while all counters agree, and for each cell which of them it holds
         self.once: list[tuple[list[int], Any]] = []
+        #: by block of memory and type: those numbers as they stand there; None where it holds others
+        self.held: list[list[Any]] = [[None] * len(self.numbers) for _ in self.here]
 
     def share(self, stands_for: Mapping[int, int]) -> None:
         """Tells whose number a cell has while all counters agree."""
@@ -239,16 +261,21 @@ class Cells:
             self.key.numpy()[:] = key
         mine, *arrays = self.arrays[turn]
         mine[:] = key
+        held = self.held[turn]
         for i, array in enumerate(arrays):
             if alike:
                 distinct, place = self.once[i]
-                numpy.take(numpy.array([values[n] for n in distinct], array.dtype), place, out=array, mode="clip")
+                numbers = [values[n] for n in distinct]
+                if numbers != held[i]:
+                    held[i] = numbers
+                    array[:] = numpy.array(numbers, array.dtype)[place]
             else:
+                held[i] = None
                 array[:] = [values[n] for n in self.numbers[i][1]]
         if self.there.is_cuda:
             self.there.copy_(self.here[turn], non_blocking=True)
             if first == self.HALF - 1:
-                event = self.left[half] = torch.cuda.Event()
+                event = self.left[half] = self.left[half] or torch.cuda.Event()
                 event.record()
 
 
@@ -328,7 +355,7 @@ class BoundPlan:
         self.cells = Cells(planned, device) if cells is None else cells
         self.pinned = pinned_memory(plan, device) if pinned is None else pinned
         self.memory = Memory(plan, arena, arguments, self.cells, self.pinned)
-        #: copies on streams of their own, by the position of their launch
+        #: launches on streams of their own, by position
         self.beside: dict[int, Beside] = {}
         self.streams: dict[int, torch.cuda.Stream] = {}
         #: numbers of the host, by buffer
@@ -377,14 +404,11 @@ class BoundPlan:
             self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0], kind))
             return
         before = len(self.calls)
-        if launch.provider == "copy" and launch.stream and self.device.type == "cuda":
-            out, source = self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0])
-            self.beside[position] = Beside(out, source, self.stream(launch.stream))
-            self.calls.append((self.beside[position], (), {}))
-        elif launch.provider == "wait":
-            self.calls += [(self.beside[p].wait, (), {}) for p in launch.waits if p in self.beside]
+        if launch.provider == "wait":
+            self.calls += [(self.beside[p].wait, (), {}) for p in self.last_of(position, launch) if p in self.beside]
         elif launch.provider == "copy":
-            self.copy(self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0]))
+            out, source = self.memory.tensor(launch.writes[0]), self.memory.tensor(launch.reads[0])
+            self.copy(out, source, **({"non_blocking": True} if launch.stream else {}))
         elif launch.provider == "choose":
             condition, x, y = launch.reads
             tensors = [self.memory.tensor(n) for n in (x, y, launch.writes[0])]
@@ -396,10 +420,22 @@ class BoundPlan:
             if kernel is None:
                 raise WholestepError(f"the plan has no kernel for {launch.name} of layer {launch.layer}")
             self.bind_kernel(launch, kernel)
+        if launch.stream and self.device.type == "cuda":
+            found = self.beside[position] = Beside(self.calls[before:], self.stream(launch.stream))
+            self.calls[before:] = [(found, (), {})]
         added = len(self.calls) - before
         self.origin += [position] * added
         missing = len(self.calls) - len(self.sites)
         self.sites += [(launch, self.ops[launch.op] if launch.op >= 0 else None)] * missing
+
+    def last_of(self, position: int, wait: Launch) -> tuple[int, ...]:
+        """What a wait waits for; nothing where the next one waits for something later of the same streams."""
+        launches = self.plan.launches
+        after = launches[position + 1] if position + 1 < len(launches) else None
+        if after is None or after.provider != "wait" or after.stream != wait.stream:
+            return wait.waits
+        later = {launches[p].stream: p for p in after.waits}
+        return tuple([p for p in wait.waits if later.get(launches[p].stream, -1) < p])
 
     def stream(self, number: int) -> torch.cuda.Stream:
         """A stream of the plan beside that of the kernels."""
@@ -407,9 +443,9 @@ class BoundPlan:
             self.streams[number] = torch.cuda.Stream(self.device)
         return self.streams[number]
 
-    def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, out: torch.Tensor, source: torch.Tensor, **how: bool) -> None:
         if not same_memory(out, source):
-            self.calls.append((out.copy_, (source,), {}))
+            self.calls.append((out.copy_, (source,), how))
 
     def bind_kernel(self, launch: Launch, kernel: Kernel) -> None:
         """The calls of a kernel on the memory of a launch."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..capture.slots import Slot
-from ..torch_private import version_of
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
+from .record import Record, Subjects, record
 
 
 class Counters:
@@ -138,42 +138,48 @@ class Vector:
         #: the same memory, where it is the host's
         self.array = self.memory.numpy() if self.memory.device.type == "cpu" else None
         self.one = len(set(sources)) == 1
-        #: on a device: the numbers that are there, the one that all are, and how often each counter was written by then
+        #: the numbers that are there and the one that all are, as far as is known
         self.known: list[float] = []
         self.common: float | None = None
-        self.versions: list[int] = []
+        #: on the host: the bytes of those numbers; on a device: how often each counter was written by then
+        self.bytes = b""
+        self.written: Record | None = None
 
     def agreed(self) -> float | None:
         """The number that all counters are now; None where they differ."""
-        if self.array is not None:
-            return float(self.array[0]) if (self.array == self.array[0]).all() else None
         self.read()
         return self.common
 
     def read(self) -> list[float]:
         """The numbers as they are now."""
         if self.array is not None:
-            return self.array.tolist()
-        versions = list(map(version_of, self.counters))
-        if versions != self.versions:
+            if self.array.tobytes() != self.bytes:
+                self.keep(self.array.tolist())
+        elif self.written is None or not self.written.same():
             self.keep(self.memory.tolist())
-            self.versions = versions
         return self.known
 
-    def keep(self, numbers: list[float]) -> None:
-        self.known, self.common = numbers, numbers[0] if numbers.count(numbers[0]) == len(numbers) else None
+    def keep(self, numbers: list[float], common: float | None = None) -> None:
+        """These are the numbers; `common`: all are this one."""
+        if common is None and numbers.count(numbers[0]) == len(numbers):
+            common = numbers[0]
+        self.known, self.common = numbers, common
+        if self.array is not None:
+            self.bytes = self.array.tobytes()
+        elif self.written is None:
+            self.written = record(Subjects(counted=self.counters))
+        else:
+            self.written.keep()
 
     def write(self, values: Sequence[Any], alike: bool) -> None:
         if alike and self.one:
             new = values[self.sources[0]]
             if self.array is not None:
                 self.array.fill(new)
-                return
-            self.memory.fill_(new)
-            self.known, self.common = [new] * len(self.counters), new
-        else:
-            numbers = [values[n] for n in (self.sources if alike else self.results)]
-            self.memory.copy_(torch.tensor(numbers, dtype=self.memory.dtype))
-            self.keep(numbers)
-        if self.versions:
-            self.versions[0] = version_of(self.counters[0])
+            else:
+                self.memory.fill_(new)
+            self.keep([new] * len(self.counters), new)
+            return
+        numbers = [values[n] for n in (self.sources if alike else self.results)]
+        self.memory.copy_(torch.tensor(numbers, dtype=self.memory.dtype))
+        self.keep(numbers)

@@ -1,17 +1,21 @@
 """A bound plan as one CUDA graph: the first step runs launch by launch, the second is captured, all later are replayed.
 
 A launch that cannot be captured is named in one warning, and the steps go on launch by launch. Numbers of the host that
-kernels take as they are (betas, decay) are part of the graph: where one changes, the graph is captured again.
+kernels take as they are (betas, decay) are part of the graph: where one changes, the graph is captured again. Launches
+on streams beside that of the kernels are branches of the graph; kernels of the main stream go first.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from .bound import BoundPlan
+from .graph_nodes import without_memsets
 
 #: after this many captures numbers that never stay are no reason to capture once more
 MOST_CAPTURES = 8
@@ -25,11 +29,13 @@ class Graphed:
     def __init__(self, bound: BoundPlan):
         self.bound = bound
         self.graph: torch.cuda.CUDAGraph | None = None
-        #: the numbers that are part of the graph
-        self.kept: list[Any] = []
-        self.taken = sorted(bound.taken)
-        #: where those stand while all counters agree
-        self.sources = [bound.numbers.stands_for.get(i, i) for i in self.taken]
+        taken = sorted(bound.taken)
+        stands_for = bound.numbers.stands_for
+        #: the numbers that are part of the graph: all of them, and those that stand for all while all counters agree
+        self.every, self.once = picker(taken), picker(sorted({stands_for.get(i, i) for i in taken}))
+        self.all_alike = picker([stands_for.get(i, i) for i in taken])
+        self.kept: Any = None
+        self.kept_once: Any = None
         self.warm = False
         self.captures = 0
         #: why the steps run launch by launch; "" while they do not
@@ -39,10 +45,6 @@ class Graphed:
         #: ops whose kernels took more memory than the plan knew of, and how many bytes more
         self.unplanned: dict[str, int] = {}
 
-    def numbers(self) -> list[Any]:
-        values = self.bound.values
-        return [values[i] for i in self.taken]
-
     def replay(self, alike: bool = False) -> bool:
         """Replays the graph where it stands for this step: there is one, with the numbers that calls take as they are.
 
@@ -51,7 +53,7 @@ class Graphed:
         if self.graph is None:
             return False
         values = self.bound.values
-        if [values[i] for i in (self.sources if alike else self.taken)] != self.kept:
+        if (self.once(values) != self.kept_once) if alike else (self.every(values) != self.kept):
             return False
         self.graph.replay()
         return True
@@ -63,7 +65,7 @@ class Graphed:
         if self.refused or not self.warm:
             self.run_launches()
             return
-        self.capture(self.numbers())
+        self.capture()
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -99,17 +101,19 @@ class Graphed:
         self.bound.run_in_ranges(enter, leave)
         self.warm = True
 
-    def capture(self, numbers: list[Any]) -> None:
+    def capture(self) -> None:
         self.graph = None
         if self.captures >= MOST_CAPTURES:
             self.refuse("the optimizer's settings (betas, decay) change too often to be part of a graph")
             return
         self.captures += 1
         bound, at = self.bound, -1
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # a branch fills what the kernels leave idle: nodes keep the priority of the stream they are captured on
+        first = {"stream": torch.cuda.Stream(bound.device, priority=-1)} if bound.beside else {}
         torch.cuda.synchronize(bound.device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
+            with torch.cuda.graph(graph, capture_error_mode="thread_local", **first), torch.no_grad():
                 for at, (call, args, kwargs) in enumerate(bound.calls):  # noqa: B007 - the handler names the launch
                     call(*args, **kwargs)
         except Exception as error:
@@ -118,8 +122,17 @@ class Graphed:
             self.refuse(f"{where} cannot be part of a CUDA graph: {str(error).splitlines()[0]}")
             torch.cuda.synchronize(bound.device)
             return
-        self.graph, self.kept = graph, numbers
+        without_memsets(graph, bound.device)
+        graph.instantiate()
+        self.graph, self.kept = graph, self.every(bound.values)
+        agree = self.kept == self.all_alike(bound.values)
+        self.kept_once = self.once(bound.values) if agree else None
 
     def refuse(self, why: str) -> None:
         self.refused = why
         warnings.warn(f"the step runs launch by launch, which costs host time: {why}", stacklevel=2)
+
+
+def picker(places: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """What takes the values at some places out of a list, as fast as Python can."""
+    return itemgetter(*places) if places else lambda values: ()

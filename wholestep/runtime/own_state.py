@@ -21,6 +21,7 @@ from ..options import Options
 from ..torch_private import version_of
 from ..training.precision import parse_precision
 from .bound import BoundPlan, Call
+from .record import Record, Subjects, record
 
 KINDS = ("copy", "ema", "scaler")
 #: how many elements of a parameter are looked at between steps
@@ -49,8 +50,8 @@ class OwnState:
         self._sampled: torch.Tensor | None = None
         #: the same inside a CUDA graph
         self._watch: Watch | None = None
-        #: versions of the copied parameters after the last planned step; None where copies may be old
-        self._counted: list[int] | None = None
+        #: how often the copied parameters were written by the end of the last planned step; None: copies may be old
+        self._counted: Record | None = None
         self._copied_of: list[Slot] | None = None
         self._copied_parameters: list[torch.Tensor] = []
 
@@ -111,13 +112,12 @@ class OwnState:
         copied = self._copied(slots, parameters)
         if not copied:
             return
-        versions = list(map(version_of, copied))
-        if versions == self._counted:
+        if self._counted is not None and self._counted.same():
             return
         for slot in slots:
             if slot.kind == "copy":
                 self.fetch(slot, parameters, device)
-        self._counted = versions
+        self._count(copied)
         if self._watch is not None:
             self._watch.reset()
 
@@ -138,12 +138,19 @@ class OwnState:
             self.follow(slots, parameters)
         elif replayed and self._counted is not None:
             return
-        self._counted = list(map(version_of, self._copied(slots, parameters)))
+        self._count(self._copied(slots, parameters))
+
+    def _count(self, copied: list[torch.Tensor]) -> None:
+        """Copies agree with their parameters now."""
+        if self._counted is None:
+            self._counted = record(Subjects(counted=copied))
+        else:
+            self._counted.keep()
 
     def _copied(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have a copy; asked for on every step."""
         if self._copied_of is not slots:
-            self._copied_of = slots
+            self._copied_of, self._counted = slots, None
             self._copied_parameters = [parameters[slot.source[1]] for slot in slots if slot.kind == "copy"]
         return self._copied_parameters
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import signal
-import threading
 from collections.abc import Callable
+from threading import get_ident, main_thread
 from typing import Any
 
 SIGNALS = tuple(map(int, signal.valid_signals()))
@@ -28,7 +28,7 @@ class Uninterrupted:
         self._received: list[tuple[Callable[[int, Any], Any], int, Any]] = []
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if get_ident() != main_thread().ident:
             return
         try:
             found = list(map(HANDLER, SIGNALS))
@@ -43,9 +43,11 @@ class Uninterrupted:
             raise
 
     def __exit__(self, *_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if get_ident() != main_thread().ident:
             return
         self._restore()
+        if not self._received:
+            return
         received, self._received = self._received, []
         for handler, number, frame in received:
             handler(number, frame)

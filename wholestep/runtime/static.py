@@ -54,7 +54,7 @@ class StaticStep:
         arena: Arena,
     ):
         self.slots, self.numbers, self.device, self.plan_for = slots, frozenset(numbers), device, plan_for
-        self.planned, self.arena = plan_for(strides), arena
+        self.planned, self.arena, self.on_host = plan_for(strides), arena, device.type == "cpu"
         self.batch = [(i, s.source[1]) for i, s in enumerate(slots) if s.kind == "batch"]
         self.bound: BoundPlan | None = None
         self.graph: Graphed | None = None
@@ -140,7 +140,11 @@ class StaticStep:
         """
         bound = self.bound
         assert bound is not None
-        foreach_copy(self.fixed, [batch[source] for _, source in self.batch])
+        if self.on_host:
+            for fixed, (_, source) in zip(self.fixed, self.batch, strict=True):
+                fixed.copy_(batch[source])
+        else:
+            foreach_copy(self.fixed, [batch[source] for _, source in self.batch])
         self.alike = bound.fill_in(key, put(bound.values))
         self.replayed = self.ranges is None and self.graph is not None and self.graph.replay(self.alike)
         if self.replayed:

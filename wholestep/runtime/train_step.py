@@ -41,7 +41,7 @@ from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.layout import own_strides
 from ..transforms.opportunity import Opportunity, opportunities
 from . import fusions, own_state
-from .batches import as_before, as_compiled, check_structure, check_tensor, flattened, shape_message, signature
+from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
 from .counters import Counters
 from .executor import Executable
@@ -85,9 +85,15 @@ class Compiled:
         self.returned = [i for i, r in enumerate(program.results) if r.slot is None]
         self.kinds = [program.results[i].kind for i in self.returned]
         self.users = [i for i, kind in enumerate(self.kinds) if kind in ("loss", "output")]
+        self.norm, self.finite = (self.kinds.index(k) if k in self.kinds else None for k in ("grad_norm", "finite"))
         #: whether the program may hold an update back, so that counters live on its device
         self.skips = any(s.kind == "scaler" for s in program.slots)
         self.batch_types = {s.source[1]: s for s in self.batch_slots}
+        #: shape and type of each tensor of a batch that has nothing else in it; None where it has
+        self.flat_batch: list[tuple[Any, torch.dtype]] | None = None
+        if sorted(self.batch_types) == list(range(len(self.batch_types))):
+            slots = [self.batch_types[i] for i in range(len(self.batch_types))]
+            self.flat_batch = [(s.type.shape, torch_dtype(s.type.element)) for s in slots]
         #: where each buffer lives: eager code may put another tensor there (`self.buffer = self.buffer + 1`)
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
         #: what the bound tensors were; None where they must be looked up and bound again
@@ -110,6 +116,32 @@ class Compiled:
         if not self.snapshot.same_groups:
             self.snapshot.keep_groups()
         return agree
+
+    def tensors_of(self, example: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The tensors of a flat batch of exactly these shapes and types; None where it asks for a closer look."""
+        if self.flat_batch is None:
+            return None
+        if len(batch) == 1 and not named and type(batch[0]) is dict:
+            return self.tensors_of(example, (), batch[0])
+        if named:
+            if batch or type(example) is not dict or named.keys() != example.keys():
+                return None
+            tensors = [named[k] for k in example]
+        else:
+            tensors = list(batch)
+            if type(example) is not tuple or len(tensors) != len(example):
+                return None
+        if len(tensors) != len(self.flat_batch):
+            return None
+        for tensor, (shape, dtype) in zip(tensors, self.flat_batch, strict=True):
+            if not (
+                isinstance(tensor, torch.Tensor)
+                and tensor.shape == shape
+                and tensor.dtype is dtype
+                and tensor.device == self.device
+            ):
+                return None
+        return tensors
 
     @cached_property
     def executable(self) -> Executable:
@@ -176,10 +208,13 @@ class TrainStep:
                     "the step was called inside `with step.averaged()`, where the model holds its averages: what it "
                     "learns there would be lost; leave the block first"
                 )
-            given = as_compiled(self.example_batch, batch, named)
-            given, cut = self._fill(given)
-            compiled, tensors = self._variant(given)
-            result = self._run(compiled, tensors, given, cut)
+            cut = None
+            warm = self._warm(batch, named)
+            if warm is None:
+                given, cut = self._fill(as_compiled(self.example_batch, batch, named))
+                warm = self._variant(given)
+                self._verify(*warm, given)
+            result = self._run(*warm, cut)
             self._durations.append(time.perf_counter() - start)
             return result
 
@@ -360,14 +395,20 @@ class TrainStep:
         self.compilations += 1
         return self.adopt(compiled)
 
+    def _warm(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Compiled, list[torch.Tensor]] | None:
+        """The program used last and the tensors of a batch, where nothing has changed since; None where it may have."""
+        if self._padding is not None or not self._variants:
+            return None
+        latest = self._compiled
+        if latest.snapshot is None or (tensors := latest.tensors_of(self.example_batch, batch, named)) is None:
+            return None
+        return (latest, tensors) if latest.snapshot.holds() else None
+
     def _variant(self, batch: Any) -> tuple[Compiled, list[torch.Tensor]]:
         """The program for a batch, and its tensors; compiled (again) where shapes, modes or groups ask for it."""
         if not self._variants:
             return self._compile(batch), flattened(batch)[0]
         latest = self._compiled
-        tensors = as_before(batch, latest.batch_slots, latest.device)
-        if tensors is not None and latest.snapshot is not None and latest.snapshot.holds():
-            return latest, tensors
         tensors, names = self._checked(batch)
         shapes = signature([tensors[i] for i in latest.batch_types])
         compiled = self._variants.get(shapes)
@@ -403,21 +444,26 @@ class TrainStep:
             self._checked(batch)
         return self._padding.fill(self, batch)
 
-    def _run(self, compiled: Compiled, batch: list[torch.Tensor], given: Any, cut: Cut | None) -> Any:
+    def _verify(self, compiled: Compiled, batch: list[torch.Tensor], given: Any) -> None:
+        """Compares the first step with an eager one, where the user wants that."""
+        if not self.options.verify or self.verified is not None:
+            return
         program = compiled.program
-        if self.options.verify and self.verified is None:
-            inputs = [self._fetch(slot, compiled, batch, {}) for slot in program.slots]
-            outputs = compiled.executable([t.detach() for t in inputs])
-            compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
-            self.verified = True
+        inputs = [self._fetch(slot, compiled, batch, {}) for slot in program.slots]
+        outputs = compiled.executable([t.detach() for t in inputs])
+        compare_with_eager(program, self.model, self.loss_fn, self.optimizer, given, self.options, outputs)
+        self.verified = True
+
+    def _run(self, compiled: Compiled, batch: list[torch.Tensor], cut: Cut | None) -> Any:
+        program = compiled.program
         with self._uninterrupted, torch.no_grad():
             if compiled.static is not None:
                 found = self._run_planned(compiled, compiled.static, batch)
             if compiled.static is None:
                 found = self._run_reference(compiled, batch)
             user = [found[i] for i in compiled.users]
-            by_kind = dict(zip(compiled.kinds, found, strict=True))
-            norm, finite = by_kind.get("grad_norm"), by_kind.get("finite")
+            norm = None if compiled.norm is None else found[compiled.norm]
+            finite = None if compiled.finite is None else found[compiled.finite]
             compiled.plan.finish(program.updated)
             mark_optimizer_called(self.optimizer)
             self._own.counter += 1
@@ -439,7 +485,8 @@ class TrainStep:
 
     def _run_planned(self, compiled: Compiled, static: StaticStep, batch: list[torch.Tensor]) -> list[Any]:
         """A step from the plan. The results are the user's to keep."""
-        program, own, created = compiled.program, self._own, dict[str, dict[str, Any]]()
+        program, own = compiled.program, self._own
+        created: dict[str, dict[str, Any]] = {}
         parameters = program.captured.parameters
         put: Callable[[list[Any]], bool]
         own.notice_changes()

@@ -1,38 +1,22 @@
-"""Whether anything a compiled step hangs on has changed since it was bound: a few passes over flat lists.
+"""Whether anything a compiled step hangs on has changed since it was bound: records of it, compared on every step.
 
-Looks at identities and addresses alone, at the speed of C loops. Where it says no, the slow and exact check decides.
+Looks at identities, addresses and strides alone. Where it says no, the slow and exact check decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from ..torch_private import at_addresses
 from ..training.optimizer_plan import OptimizerPlan
+from .record import Subjects, record
 
-ADDRESS, ROW_BY_ROW = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-TRAINS, TRAINING = attrgetter("requires_grad"), itemgetter("training")
-
-
-class OtherTensorError(Exception):
-    """Two tensors were compared that are not the same object."""
-
-
-class ByIdentity(TorchFunctionMode):
-    """While it is on, tensors are equal only where they are the same object.
-
-    Containers compare their members by identity first. Those that are not identical are asked for equality, which
-    raises here: two lists of tables are compared in one call, and no tensor's values are ever looked at.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise OtherTensorError
+TRAINING = itemgetter("training")
+PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Snapshot:
@@ -49,82 +33,83 @@ class Snapshot:
         hypers: Iterable[str],
     ):
         modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        self.optimizer, self.plan, self.by_identity = optimizer, plan, ByIdentity()
+        self.optimizer, self.plan = optimizer, plan
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
         self.attributes = [m.__dict__ for m in modules]
         self.training = list(map(TRAINING, self.attributes))
-        #: where modules keep children, parameters and buffers, and what was there
+        #: where modules keep children, parameters and buffers
         tables: list[dict[str, Any]] = [
             t
             for m in modules
             for t in (m._modules, m._parameters, m._buffers)  # type: ignore[misc]
         ]
-        self.empty, self.tables = [t for t in tables if not t], [t for t in tables if t]
-        self.members = [dict(t) for t in self.tables]
-        self.states = [dict(state) for state in optimizer.state.values()]
-        held = [t for state in self.states for t in state.values() if isinstance(t, torch.Tensor)]
-        own = [t for table in self.members for t in table.values() if isinstance(t, torch.Tensor)]
-        self.trainable = [t for t in own if isinstance(t, nn.Parameter)]
-        self.flags = list(map(TRAINS, self.trainable))
-        self.tensors = own + held
-        self.addresses, self.numbers = list(map(ADDRESS, self.tensors)), list(range(len(self.tensors)))
-        #: tensors that can lie otherwise at the same address: the others have one dimension or none
-        self.laid = [t for t in self.tensors if t.dim() > 1]
-        self.row_by_row = list(map(ROW_BY_ROW, self.laid))
+        states: list[dict[Any, Any]] = [optimizer.state, *optimizer.state.values()]
+        own, held = (
+            [t for table in found for t in table.values() if isinstance(t, torch.Tensor)]
+            for found in (tables, states[1:])
+        )
+        tensors = own + held
+        #: in one dimension or none a tensor can hardly lie otherwise at the same address
+        laid, placed = [t for t in tensors if t.dim() > 1], [t for t in tensors if t.dim() < 2]
+        lists = [self.param_groups, *(group["params"] for group in self.param_groups)]
+        trained = [t for t in own if isinstance(t, nn.Parameter)]
+        self.tensors = record(Subjects(lists=lists, placed=placed, laid=laid, trained=trained))
+        self.tables = record(Subjects(tables=tables + states))
+        #: tells quickly that no table has changed at all, which is not to say that what counts has
+        self.untouched = record(Subjects(tagged=[*self.attributes, *tables, *states]))
         self.settings, self.hypers = plan.settings(), frozenset(hypers)
         #: whether the optimizer's groups are, hyper-parameters included, what they were when they were last kept
         self.same_groups = False
+        self.untouched_groups = record(Subjects(tagged=self.param_groups))
         self.keep_groups()
 
     def keep_groups(self) -> None:
         """The hyper-parameters have been read: until they change there is no need to read them again."""
-        self.groups = [dict(group, params=list(group["params"])) for group in self.optimizer.param_groups]
+        self.groups = [dict(group) for group in self.param_groups]
+        self.untouched_groups.keep()
         #: whether comparing groups tells all: a tensor or a list among the hyper-parameters may change inside
         self.fixed = all(is_fixed(v) for group in self.groups for key, v in group.items() if key != "params")
 
     def changed_keys(self) -> set[str]:
         """The entries of the optimizer's groups that are others than those kept."""
         changed: set[str] = set()
-        for now, before in zip(self.optimizer.param_groups, self.groups, strict=True):
-            keys = (now.keys() | before.keys()) - {"params"}
+        for now, before in zip(self.param_groups, self.groups, strict=True):
+            keys = now.keys() if now.keys() == before.keys() else now.keys() | before.keys()
             changed |= {k for k in keys if now.get(k) is not before.get(k) and repr(now.get(k)) != repr(before.get(k))}
-        return changed
+        return changed - {"params"}
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         self.same_groups = False
-        try:
-            with self.by_identity:
-                if (
-                    any(self.empty)
-                    or not self.tables == self.members  # noqa: SIM201 - `!=` of lists would compare dictionaries twice
-                    or not list(self.optimizer.state.values()) == self.states  # noqa: SIM201
-                ):
-                    return False
-                same = self.fixed and self.optimizer.param_groups == self.groups
-                if not same and [g["params"] for g in self.optimizer.param_groups] != [
-                    g["params"] for g in self.groups
-                ]:
-                    return False
-        except OtherTensorError:
-            return False
         if (
-            not at_addresses(self.tensors, self.addresses, self.numbers)
-            or list(map(TRAINING, self.attributes)) != self.training
-            or list(map(TRAINS, self.trainable)) != self.flags
-            or list(map(ROW_BY_ROW, self.laid)) != self.row_by_row
-            or self.settings is None
+            self.settings is None
+            or self.optimizer.state is not self.state
+            or self.optimizer.param_groups is not self.param_groups
+            or not self.tensors.same()
+            or not (self.untouched.same() or self.same_tables())
         ):
             return False
-        if not same and (self.plan.settings() != self.settings or not self.changed_keys() <= self.hypers):
+        if self.fixed and self.untouched_groups.same():
+            self.same_groups = True
+            return True
+        if any(
+            now["params"] is not before["params"] for now, before in zip(self.param_groups, self.groups, strict=True)
+        ):
             return False
-        self.same_groups = same
+        changed = self.changed_keys()
+        if self.fixed and not changed:
+            self.same_groups = True
+            return True
+        return changed <= self.hypers and self.plan.settings() == self.settings
+
+    def same_tables(self) -> bool:
+        """Whether all tables have the members they had."""
+        if not self.tables.same() or list(map(TRAINING, self.attributes)) != self.training:
+            return False
+        self.untouched.keep()
         return True
 
 
 def is_fixed(value: Any) -> bool:
     """Whether a value that is still the same object, or equal to it, has not changed inside."""
-    return (
-        value is None
-        or isinstance(value, int | float | str)
-        or (isinstance(value, tuple) and all(map(is_fixed, value)))
-    )
+    return type(value) in PLAIN or (isinstance(value, tuple) and all(map(is_fixed, value)))

@@ -27,23 +27,29 @@ CHEAP = frozenset(
 RUN_AGAIN = CHEAP | {f"step.{n}" for n in ("sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum")}
 #: the least bytes of a tensor that is worth it, the most ops that make it, the most kernels that compute it
 LEAST, OPS, READERS = 1 << 20, 32, 3
+#: how often all kernels are gone through: what one has taken over may let it hand on less
+ROUNDS = 3
 
 
 def compute_again(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Goes through what the kernels hand to each other, the last kernel first; gives the kernels that are left."""
     order = sorted(groups, key=lambda g: fuser.position[g.members[-1]])
-    for group in reversed(order):
-        for value in piece_of(group.members, fuser.position).outputs if group.members else ():
-            if value.type.bytes >= LEAST:
-                move(fuser, group, value)
+    for _ in range(ROUNDS):
+        moved = False
+        for group in reversed(order):
+            for value in piece_of(group.members, fuser.position).outputs if group.members else ():
+                if value.type.bytes >= LEAST and value.op in group.members:
+                    moved |= move(fuser, group, value)
+        if not moved:
+            break
     return [g for g in groups if g.members]
 
 
-def move(fuser: Fuser, group: Group, value: Value) -> None:
-    """Has the kernels that read a value compute it, if that saves bytes."""
+def move(fuser: Fuser, group: Group, value: Value) -> bool:
+    """Has the kernels that read a value compute it, if that saves bytes; says whether one does."""
     ops = makers(value, set(group.members))
     if not ops:
-        return
+        return False
     readers: dict[int, Group] = {}
     written = False
     for user in through_views(value):
@@ -53,7 +59,7 @@ def move(fuser: Fuser, group: Group, value: Value) -> None:
         elif other is not group:
             readers[id(other)] = other
     if not readers or len(readers) > READERS:
-        return
+        return False
     leaves = {base(v) for op in ops for v in op.operands if v.op not in ops}
     leaves = {v for v in leaves if v.op is None or not is_source(v.op)}
     size = value.type.bytes
@@ -62,13 +68,12 @@ def move(fuser: Fuser, group: Group, value: Value) -> None:
         has = {base(v) for v in piece_of(other.members, fuser.position).inputs}
         prices[key] = sum(v.type.bytes for v in leaves if v not in has)
     if any(half(fuser, group) != half(fuser, other) or is_forbidden(fuser, value, other) for other in readers.values()):
-        return
+        return False
     all_of_them = not written and sum(prices.values()) < size * (len(readers) + 1)
     if all_of_them and attempt(fuser, group, value, ops, list(readers.values())):
-        return
-    for key, other in readers.items():
-        if prices[key] < size:
-            attempt(fuser, group, value, ops, [other])
+        return True
+    cheaper = [other for key, other in readers.items() if prices[key] < size]
+    return any([attempt(fuser, group, value, ops, [other]) for other in cheaper])
 
 
 def makers(value: Value, members: set[Op]) -> set[Op]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: what each anchor can take along: loops on the image it reads first, loops on what it makes
 TAKES = {"step.conv": (True, True), "step.conv_input_grad": (False, True), "step.conv_weight_grad": (True, False)}
+#: and the anchor that `tall_products.py` joins with loops of any kind
+PRODUCT = "step.contract"
 FLOATS = ("f32", "bf16", "f16")
 CHANNEL = 1
 
@@ -190,17 +192,24 @@ def take_before(fuser: Fuser, value: Value, anchors: set[Op]) -> None:
     if any(again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
         return
     ops = again.makers(value, set(maker.members))
-    if not ops:
-        return
+    if ops:
+        taking = [fuser.groups[u] for u in readers]
+        hand_over(fuser, value, ops, maker, taking, lambda members: why_not(fuser, members))
+
+
+def hand_over(
+    fuser: Fuser, value: Value, ops: set[Op], maker: Group, taking: Sequence[Group], why_not: Callable[[list[Op]], str]
+) -> None:
+    """Has kernels compute a value that another one makes by these ops and that is then not written; takes everything
+    back where one of them cannot be."""
     change = again.Change()
-    taking = [fuser.groups[u] for u in readers]
     for group in taking:
         change.members.append((group, list(group.members)))
         again.copy_into(fuser, change, value, ops, group)
     change.members.append((maker, list(maker.members)))
     unread = again.drop_unread(maker)
     left = bool(maker.members) and fuser.bodies(piece_of(maker.members, fuser.position)).why_not
-    if left or any(why_not(fuser, group.members) for group in taking):
+    if left or any(why_not(group.members) for group in taking):
         change.undo(fuser)
         return
     maker.gone += unread
@@ -284,7 +293,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
             types = [v.type for v in piece.outputs]
             part = builder.create(Fused, operands, types, {"callee": Symbol(name)})
             mapping.update(zip(piece.outputs, part.results, strict=True))
-            if any(o.name in TAKES for o in piece.ops):
+            if any(o.name in TAKES or o.name == PRODUCT for o in piece.ops):
                 fusion.kernels = [(part if o is op else o, sites) for o, sites in fusion.kernels]
         assert inner.last is not None
         for old, new in zip(op.results, inner.last.operands, strict=True):
@@ -296,14 +305,29 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
 
 def pieces_around(body: Op) -> list[Piece]:
     """The loops before an anchor, the anchor and the loops after it; none of a body that is something else."""
+    position: dict[Op, float] = {op: i for i, op in enumerate(body.regions[0].block)}
+    products = [op for op in position if op.name == PRODUCT]
+    if len(products) == 1:
+        return pieces_of_product(products[0], position)
     try:
         sides = sides_of(body)
     except NotAround:
         return []
-    position: dict[Op, float] = {op: i for i, op in enumerate(body.regions[0].block)}
     anchor = piece_of([sides.anchor], position)
     before, after = ([] if s is None else [s.piece] for s in (sides.before, sides.after))
     return [*before, anchor, *after]
+
+
+def pieces_of_product(product: Op, position: dict[Op, float]) -> list[Piece]:
+    """What makes each factor of a product, the product, and what reads its result."""
+    left = {op: None for op in position if is_work(op)}
+    pieces: list[list[Op]] = []
+    for value in product.operands:
+        makers = set() if value.op is None else {value.op, *makers_of(value.op)}
+        pieces.append([op for op in left if op in makers])
+        left = {op: None for op in left if op not in makers}
+    pieces += [[product], [op for op in left if op is not product]]
+    return [piece_of(ops, position) for ops in pieces if ops]
 
 
 def outside(value: Value, mapping: dict[Value, Value], block: Block, at: Op) -> Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..dialects.step.fused import Fused
 from ..ir.attributes import Symbol
 from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
-from ..ir.types import I64
+from ..ir.types import I64, TensorType
 from .again import CHEAP, compute_again
 from .around import join_around
 from .expand import expand_ops, has_expansion
@@ -29,6 +29,7 @@ from .loops import is_primitive
 from .opportunity import site_names
 from .recompute import originals
 from .regions import ANCHORS, Bodies, Body, Piece, base, body_of, could_be_pieces, is_source, is_view, piece_of
+from .tall_products import join_tall
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
 HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
@@ -36,8 +37,33 @@ HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
 WINDOW = 4000
 
 
-#: measured seconds of pieces, each by the best of the providers
-Seconds = Callable[[Sequence[Piece]], list[float]]
+#: measured seconds of pieces, each by the best of the providers; the second says the strides of what they read
+Seconds = Callable[[Sequence[Piece], Callable[[Value], tuple[int, ...]] | None], list[float]]
+
+
+def windows(ops: Sequence[Op]) -> Iterator[Sequence[Op]]:
+    """Parts of a program that are looked at one at a time."""
+    start = 0
+    while start < len(ops):
+        end = start + WINDOW
+        end = quietest(ops, end - WINDOW // 8, end) if end < len(ops) else len(ops)
+        yield ops[start:end]
+        start = end
+
+
+def quietest(ops: Sequence[Op], first: int, last: int) -> int:
+    """Where a program is best cut: the fewest bytes pass between ops near the cut that might be joined."""
+    begin = max(0, 2 * first - last)
+    near = {op: i for i, op in enumerate(ops[begin : 2 * last - first], begin) if op.name not in ANCHORS}
+    passing = [0] * (last + 2 - begin)
+    for op, i in near.items():
+        for value in op.results if i < last else ():
+            until = max((near[u] for u in value.uses if u in near), default=i)
+            if until > i and isinstance(value.type, TensorType):
+                passing[i + 1 - begin] += value.type.bytes
+                passing[min(until, last) + 1 - begin] -= value.type.bytes
+    total = list(itertools.accumulate(passing))
+    return min(range(first, last + 1), key=lambda i: (total[i - begin], -i))
 
 
 def never(op: Op) -> bool:
@@ -152,9 +178,10 @@ class Fuser:
         recipe: Sequence[str] = (),
         force: Sequence[str] = (),
         seconds: Seconds | None = None,
+        products: bool = False,
     ):
         self.function = function
-        self.seconds = seconds
+        self.seconds, self.products = seconds, products
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.forbid = [p.removeprefix("fuse ") for p in forbid if p.startswith("fuse ")]
@@ -177,8 +204,8 @@ class Fuser:
         self.groups: dict[Op, Group] = {}
         note_neighbours(self)
         chosen: list[Group] = []
-        for start in range(0, len(ops), WINDOW):
-            chosen += self.join(ops[start : start + WINDOW])
+        for window in windows(ops):
+            chosen += self.join(window)
         self.emit(chosen)
         return self.fusion
 
@@ -307,7 +334,7 @@ class Fuser:
 
     # ---- joining -----------------------------------------------------------------------------------------------------
 
-    def join(self, ops: list[Op]) -> list[Group]:
+    def join(self, ops: Sequence[Op]) -> list[Group]:
         """The groups of some ops: every op is one to begin with."""
         self.nodes = [op for op in ops if not is_source(op)]
         self.reach = Reach(self.nodes)
@@ -315,7 +342,7 @@ class Fuser:
             op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
         }
         if self.recipe:
-            return join_around(self, compute_again(self, replay(self, self.recipe)))
+            return self.around(replay(self, self.recipe))
         join_forced(self, self.force)
         fusible = [op for op in self.nodes if self.is_fusible(op)]
         #: they go with their reader rather than with what they read: it is smaller than what they make
@@ -327,12 +354,17 @@ class Fuser:
             if op in self.waiting and len(groups[op].members) == 1:
                 self.join_makers(op)
         self.join_siblings(self.nodes)
-        if self.seconds is not None:
+        if self.seconds is not None and self.products:
             self.join_products(self.nodes, self.seconds)
         chosen = {
             id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
         }
-        return join_around(self, compute_again(self, list(chosen.values())))
+        return self.around(list(chosen.values()))
+
+    def around(self, groups: list[Group]) -> list[Group]:
+        """What is done once ops are joined: kernels compute what others wrote for them, anchors take others along."""
+        groups = join_around(self, compute_again(self, groups))
+        return groups if self.seconds is None else join_tall(self, groups)
 
     def join_makers(self, op: Op) -> None:
         """Joins an op with the kernels of what it reads, the largest first."""
@@ -393,7 +425,7 @@ class Fuser:
             if self.reach.between([op], group.members) is None and not self.bodies(whole).why_not:
                 parts = [piece_of(m, self.position) for m in ([op], group.members)]
                 pieces[op, id(group)] = (whole, *parts)
-        times = iter(seconds([p for all in pieces.values() for p in all]))
+        times = iter(seconds([p for all in pieces.values() for p in all], None))
         measured = {key: tuple(next(times) for _ in all) for key, all in pieces.items()}
         for op, group in found:
             together, product, rest = measured.get((op, id(group)), (0.0, 0.0, 0.0))
@@ -556,14 +588,15 @@ def fuse(
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
     seconds: Seconds | None = None,
+    products: bool = False,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
     host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
     wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
-    is decided by the clock.
+    is decided by the clock: neighbours of tall products, with `products` those of all.
     """
-    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds).run()
+    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds, products).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

@@ -31,6 +31,7 @@ from ..ir.core import Block, Op, Value
 from . import backward_forms
 from .flow import UNBOUNDED, Network
 from .opportunity import Opportunity, matches, near, register_transformation, site_names, sites
+from .opportunity import take as take_all
 from .recompute import Recompute, bytes_of, is_late, is_made, run_again, why_not
 from .regenerate import EARLY
 from .regions import ANCHORS
@@ -79,7 +80,7 @@ def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) ->
     forbid: keys or patterns of opportunities that are not taken: `recompute`, `renormalize` and the forms of backward
     ops that are taken first (`backward_forms.py`).
     """
-    return [*backward_forms.take(module, forbid), *take(module, choose(module, forbid, limits))]
+    return [*take_all(module, backward_forms.FORMS, forbid), *take(module, choose(module, forbid, limits))]
 
 
 def choose(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:

@@ -38,7 +38,7 @@ FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})
 #: ops that, as convolutions, keep the layout of sequences only if these are images of one row
 AS_IMAGES = frozenset({"step.batch_norm", "step.batch_norm_grad"})
 #: the window of a convolution along that row
-ROW = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+ROW = {"stride": 1, "padding": 0, "padding_after": 0, "dilation": 1, "output_padding": 0}
 #: ops that read any layout and write row by row, beside reductions
 ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite", "step.cross_entropy"})
 #: arguments that the step lays out itself: a batch is copied in, a low-precision copy is written by the update

@@ -159,7 +159,25 @@ def transform(
 
 
 def matches(opportunity: Opportunity, patterns: Sequence[str]) -> bool:
-    return any(opportunity.key == p or fnmatch.fnmatchcase(opportunity.key, p) for p in patterns)
+    """Whether a pattern names the opportunity: its key, or its transformation alone."""
+    names = (opportunity.key, opportunity.transformation)
+    return any(p in names or fnmatch.fnmatchcase(opportunity.key, p) for p in patterns)
+
+
+def take(module: Op, names: Sequence[str], forbid: Sequence[str] = ()) -> list[str]:
+    """Applies what is possible and not forbidden of some transformations, one after the other; gives the keys.
+
+    For those that leave every other site as it was: each looks at the program once, not once per opportunity. The last
+    comes first: what an op is called does not change with what comes after it.
+    """
+    done: list[str] = []
+    for name in names:
+        how, places = transformations()[name], sites(module)
+        wanted = [o for o in reversed(how.find(module)) if not o.why_not and not matches(o, forbid)]
+        for opportunity in wanted:
+            how.apply(places[opportunity.site])
+        done += [o.key for o in wanted]
+    return done
 
 
 def apply_key(module: Op, key: str) -> str:

@@ -18,7 +18,7 @@ from ..dialects.step.layout import Layout
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .layout import channels_last, differ, follows, is_wide
-from .opportunity import Change, Opportunity, Transformation, matches, register_transformation, site_names, sites
+from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
 
 #: views of some of an image, which lie as it does
 PARTS = frozenset({"step.slice", "step.detach"})
@@ -162,15 +162,3 @@ def one_row(shape: Sequence[int], new: Sequence[int]) -> bool:
 
 def widest(op: Op) -> int:
     return max(v.type.rank for v in op.operands)
-
-
-def take_products(module: Op, forbid: Sequence[str] = ()) -> list[str]:
-    """Applies every opportunity that is possible and not forbidden; gives their keys.
-
-    The last comes first: what an op is called does not change with what comes after it.
-    """
-    how, places = PointwiseConvolution(), sites(module)
-    wanted = [o for o in reversed(how.find(module)) if not o.why_not and not matches(o, forbid)]
-    for opportunity in wanted:
-        how.apply(places[opportunity.site])
-    return [o.key for o in wanted]

@@ -96,6 +96,7 @@ def piece_of(members: Iterable[Op], position: Mapping[Op, float]) -> Piece:
     chosen = set(members)
     ops: dict[Op, None] = dict.fromkeys(chosen)
     direct = {v for op in chosen for v in op.operands}
+    images = any(op.name in IMAGES for op in chosen)
     inputs: dict[Value, None] = {}
 
     def need(value: Value) -> None:
@@ -106,7 +107,7 @@ def piece_of(members: Iterable[Op], position: Mapping[Op, float]) -> Piece:
             return
         if is_source(op) and not is_stream(value):
             ops[op] = None
-        elif is_view(op) and goes_inside(value, chosen, direct):
+        elif is_view(op) and goes_inside(value, chosen, direct, images):
             ops[op] = None
             need(op.operands[0])
         else:
@@ -123,14 +124,15 @@ def piece_of(members: Iterable[Op], position: Mapping[Op, float]) -> Piece:
     return Piece(inside, sorted(inputs, key=lambda v: order.get(v, 0)), outputs)
 
 
-def goes_inside(value: Value, chosen: set[Op], direct: set[Value]) -> bool:
+def goes_inside(value: Value, chosen: set[Op], direct: set[Value], images: bool) -> bool:
     """Whether a view is taken inside of the kernel. A slice of something else is left to strides, so that only what it
-    shows is an operand; a layout of something else is a copy that others read too."""
+    shows is an operand; a layout of something else is a copy that others read too. Rows of a product that a convolution
+    sees as an image are left to strides as well: it walks images."""
     root = base(value)
-    if root.op in chosen or root in direct:
+    if root.op in chosen or (root in direct and not images):
         return True
     while (op := value.op) is not None and is_view(op):
-        if op.name in ("step.slice", "step.layout"):
+        if op.name in ("step.slice", "step.layout") or (images and op.name == "step.transpose"):
             return False
         value = op.operands[0]
     return True
@@ -234,6 +236,8 @@ class Bodies:
         return ""
 
 
+#: ops that walk images, whatever these are views of
+IMAGES = frozenset(("step.conv", "step.conv_input_grad", "step.conv_weight_grad"))
 #: ops whose loop form exists but which libraries do better: they are joined with others only by measurement
 ANCHORS = frozenset(
     f"step.{n}"

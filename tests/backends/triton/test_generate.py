@@ -15,7 +15,7 @@ import torch
 
 from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
 from wholestep.backends.kernels import Spec
-from wholestep.backends.triton import generate
+from wholestep.backends.triton import generate, worker
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.errors import InputError
 from wholestep.ir.core import Op
@@ -109,7 +109,15 @@ def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch
         ahead.wait([plain, sums])
     infos = generate.compile_for([sums, plain])
     assert [info.seconds for info in infos.values()] == [0, 0]
-    with generate.Ahead() as ahead:  # nobody waits: what has begun is finished, the rest is not
+    (job,) = generate.jobs_of([plain], 90).values()
+    true, made = worker.fresh, []
+    monkeypatch.setattr(worker, "fresh", lambda job: made.append(true(job)) or made[-1])
+    kernel = worker.compiled(job)  # a warm start asks Triton neither for its source nor for its name
+    assert not made and kernel.asm["cubin"] == true(job).asm["cubin"] and kernel.hash == true(job).hash
+    for note in (tmp_path / "wholestep").glob("*.json"):
+        note.write_text("{}")
+    assert worker.compiled(job).hash == kernel.hash and len(made) == 1
+    with generate.Ahead() as ahead:  # nobody waits: what has begun is broken off, the rest does not begin
         ahead.add([first([T(128, n)], lambda b, x: b.exp(x)) for n in range(2, 40)])
     assert not any(thread.is_alive() for thread in ahead.compilers.threads)
     assert len(ahead.compilers.answers) < 38

@@ -38,12 +38,23 @@ def reachable(actions: list[Op], block: list[Op]) -> dict[Op, set[Op]]:
     return before
 
 
+def joined(module: Op, block: list[Op], actions: list[Op], before: dict[Op, set[Op]]) -> bool:
+    """Whether all that the first stream's unit does is over when that stream is."""
+    units = module.attributes["move.streams"]
+    seen = {op for op in actions if op.attributes["stream"] == 0}
+    seen |= {v.owner for op in block if op.name == "move.wait" and op.attributes["stream"] == 0 for v in op.operands}
+    over = seen.union(*[before[op] for op in seen])
+    return all(op in over for op in actions if units[op.attributes["stream"]] == units[0])
+
+
 def valid(module: Op) -> bool:
     """Whether a placed plan is right."""
     (function,) = [f for f in module.regions[0].block if f.attributes["sym_name"] == "plan"]
     block = list(function.regions[0].block)
     actions = [op for op in block if op.name in ("move.launch", "move.copy")]
     before = reachable(actions, block)
+    if not joined(module, block, actions, before):
+        return False
     given_back = {v for op in block if op.name == "move.result" for v in op.operands}
     values = [op.results[0] for op in block if op.name in ("move.alloc", "move.external", "move.reuse")]
 

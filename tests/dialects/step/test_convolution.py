@@ -39,6 +39,25 @@ def test_conv(spatial, kernel, stride, padding, dilation, groups, bias):
     )
 
 
+@pytest.mark.parametrize(
+    ("spatial", "kernel", "stride", "before", "after", "groups"),
+    [((8, 6), (3, 3), (2, 2), (0, 0), (1, 1), 4), ((7, 9), (5, 3), (1, 2), (1, 2), (2, 0), 1)],
+)
+def test_padded_before_and_behind_apart(spatial, kernel, stride, before, after, groups):
+    x, w = randn(2, 4, *spatial), randn(8, 4 // groups, *kernel, seed=1)
+    border = (before[1], after[1], before[0], after[0])
+    check(
+        "conv",
+        [x, w, None],
+        lambda x, w, b: F.conv2d(F.pad(x, border), w, b, stride, groups=groups),
+        stride=stride,
+        padding=before,
+        padding_after=after,
+        dilation=(1, 1),
+        groups=groups,
+    )
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("spatial", "kernel", "stride", "padding", "extra", "dilation", "groups"),

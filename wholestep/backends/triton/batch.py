@@ -13,8 +13,8 @@ from ...dialects.loop import NoSchedule
 from ...errors import InputError
 from ...ir.core import Op
 from ..kernels import Spec
-from .families import Family, Function
-from .generate import UNALIGNED, Batched, Candidate, digest, why_not
+from .families import Family, Function, unsupported
+from .generate import UNALIGNED, Batched, Candidate, digest
 from .scalars import POINTERS, NoText, helper_text
 from .text import Axis, Text, axis
 from .walk import Dim
@@ -53,7 +53,7 @@ def body(family: Family, masked: bool) -> Flat:
 
 def flat(function: Op, specs: Sequence[Spec]) -> Family:
     """The kernel, if it is one flat run; NoText says why it is not."""
-    reason = why_not(function, specs)
+    reason = unsupported(specs, function)
     if reason:
         raise NoText(reason)
     family = Family(function, specs)
@@ -72,9 +72,9 @@ def key(function: Op, specs: Sequence[Spec]) -> str:
     """Kernels with the same key can be batched; "" where a kernel cannot be."""
     try:
         family = flat(function, specs)
+        content = [*pointers_of(family), *body(family, True).lines]
     except (NoText, NoSchedule):
         return ""
-    content = [*pointers_of(family), *body(family, True).lines]
     return hashlib.sha256("\n".join(content).encode()).hexdigest()[:32]
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..store import cache_folder
+from .worker import digest, note_of
 
 if TYPE_CHECKING:
     from .families import Function
@@ -36,6 +37,8 @@ class CompileInfo:
     #: bytes per thread that did not fit into registers
     spills: int
     shared: int
+    #: what Triton calls the kernel in its cache
+    hash: str = ""
 
 
 class CompileError(Exception):
@@ -58,8 +61,10 @@ def compile_for(
         if errors:
             made[key] = CompileError(errors[0])
         else:
-            most = {n: max((a[n] for a in answers), default=0) for n in ("registers", "spills", "shared")}
-            made[key] = CompileInfo(sum(a["seconds"] for a in answers), **most)
+            registers, spills, shared = (
+                max((a[n] for a in answers), default=0) for n in ("registers", "spills", "shared")
+            )
+            made[key] = CompileInfo(sum(a["seconds"] for a in answers), registers, spills, shared)
     return made
 
 
@@ -81,12 +86,6 @@ def file_name(source: str) -> str:
     return f"<wholestep {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
 
 
-def digest(job: dict[str, Any]) -> str:
-    import triton
-
-    return hashlib.sha256(json.dumps([triton.__version__, job], sort_keys=True).encode()).hexdigest()[:32]
-
-
 def triton_cache() -> Path:
     """Triton's cache folder, which every process of a build shares."""
     own = os.environ.get("TRITON_CACHE_DIR")
@@ -106,7 +105,8 @@ def run(jobs: dict[str, dict[str, Any]], report: Callable[[int, int], None] | No
 
 
 class Compilers:
-    """Worker processes that compile while the caller does something else. At the end of the context they are gone."""
+    """Worker processes that compile while the caller does something else. At the end of the context they are gone, and
+    what nobody waited for is not compiled to its end: Triton's cache only ever gets whole files."""
 
     def __init__(self, workers: int = 0):
         self.folder = triton_cache()
@@ -116,16 +116,19 @@ class Compilers:
         self.answered = threading.Condition()
         self.todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
+        self.workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Compilers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(queue.Empty):  # what nobody waited for is not compiled
+        with suppress(queue.Empty):
             while True:
                 self.todo.get_nowait()
         for _ in self.threads:
             self.todo.put(None)
+        for worker in list(self.workers):
+            worker.kill()
         for thread in self.threads:
             thread.join()
 
@@ -163,6 +166,7 @@ class Compilers:
             try:
                 if worker is None or worker.poll() is not None:
                     worker = start(self.folder)
+                    self.workers.append(worker)
                 answer = ask(worker, self.jobs[key])
                 if "error" not in answer:
                     write(self.folder, key, answer)
@@ -213,14 +217,15 @@ def ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
 def read(folder: Path, key: str) -> dict[str, Any] | None:
     """What was kept of an earlier compile; a broken file counts as none."""
     try:
-        kept = json.loads((folder / "wholestep" / f"{key}.json").read_text())
+        kept = json.loads(note_of(folder, key).read_text())
         return {**asdict(CompileInfo(**kept)), "seconds": 0.0}
     except (OSError, ValueError, TypeError):
         return None
 
 
 def write(folder: Path, key: str, answer: dict[str, Any]) -> None:
-    (folder / "wholestep").mkdir(exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder / "wholestep", delete=False) as file:
+    path = note_of(folder, key)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(answer, file)
-    os.replace(file.name, folder / "wholestep" / f"{key}.json")
+    os.replace(file.name, path)

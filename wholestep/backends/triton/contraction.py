@@ -184,6 +184,10 @@ class Contraction:
         """The axes that an output made of sums lies along."""
         return tuple(n for n in ("z", "m", "n") if self.groups[n] & self.reach(store))
 
+    def sums_behind(self, op: Op) -> frozenset[Op]:
+        """The reductions that what an op takes is made of."""
+        return frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
+
     def plain(self, factor: Value) -> bool:
         """Whether a factor is a tensor as it lies in memory."""
         return factor.op is not None and factor.op.definition is Load
@@ -216,10 +220,15 @@ class Contraction:
                 plain=(self.plain(self.factors[0]), self.plain(self.factors[1])),
                 loaded=(loaded[0], loaded[1]),
                 around=len([op for op in wide if op.definition is Load]) + len(self.stores),
+                beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load),
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
                 splits=not self.sums,
+                stays=not self.groups["z"] and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums),
             )
         )
+
+    def adds(self, op: Op) -> bool:
+        return op.attributes["kind"] == "sum" and op.attributes["dtype"] is F32
 
     def generate(self, tile: Tile):
         """The source for one configuration."""

@@ -2,11 +2,13 @@
 
 The first function walks tiles of the summed dimension with `tl.dot` and then writes the tile of results. Sums of the
 result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
-split over programs, a second function adds up the parts and writes the results.
+split over programs, a second function adds up the parts and writes the results. Where it is short, a program may stay
+for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +28,10 @@ from .walk import Dim
 #: tiles of rows that are walked together, so that they share what they read of the columns
 GROUP = 8
 #: the most partial sums that one program adds up; more are brought to FOLDED by a function in between
-MOST_PARTIALS = 256
+MOST_PARTIALS = 512
 FOLDED = 64
+#: parts of a sum that are added up without a loop
+STRAIGHT = 16
 #: columns that a program of a finishing function has
 COLUMNS = 32
 
@@ -85,10 +89,15 @@ class Writer:
         self.z = axis("z", dims["z"], 1, None)
         self.m = axis("m", dims["m"], tile.m, 0)
         self.n = axis("n", dims["n"], tile.n, 1)
+        #: programs that share a column of tiles
+        self.stay = tile.programs // self.n.blocks
         self.partials = [self.partial(own) for own in product.sums]
 
     def generated(self) -> Generated:
-        self.dot()
+        if self.tile.programs:
+            self.stays()
+        else:
+            self.dot()
         functions, arguments = [], []
         for text, grid, warps in self.texts:
             used = sorted({int(n) for n in re.findall(r"\bp(\d+)\b", "\n".join(text.lines))})
@@ -139,8 +148,7 @@ class Writer:
                 side.line(f"in_{own_axis.name} = {own_axis.name} < {size}")
             side.ready(side.needed([factor.op]))
             texts.append(self.factor(side, factor))
-        precision = ', input_precision="ieee"' if str(row.type) == "f32" else ""
-        sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{precision})")
+        sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{self.precision})")
         grid = self.z.size * self.m.blocks * self.n.blocks
         self.texts.append((result, grid * tile.split, tile.warps))
         for side in sides:
@@ -150,6 +158,67 @@ class Writer:
             self.split(result)
             return
         self.after(result)
+
+    def stays(self) -> None:
+        """The product by programs that stay for many tiles of rows."""
+        product, tile = self.product, self.tile
+        lines: list[str] = []
+        row, column = product.factors
+        summed = product.dims["k"]
+        a = Side(product.walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark="a")
+        b = Side(product.walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b")
+        text = Side(product.walk, (self.z, self.m, self.n), "dot", lines, mark="c")
+        text.line(f"pid = {text.pid()}")
+        text.line(f"column = pid % {self.n.blocks}")
+        text.line(f"first = pid // {self.n.blocks}")
+        for side, factor in ((a, row), (b, column)):
+            assert factor.op is not None
+            side.raw = factor if product.plain(factor) else None
+            side.start(self.z, "0")
+            side.start(side.axes[2], "0")
+            if side is b:
+                side.start(self.n, f"column * {tile.n}")
+            side.ready(side.needed([factor.op]))
+        b.line(f"weights = {self.factor(b, column)}")
+        wanted = [*product.stores, *product.others]
+        text.names[product.dot.results[0]] = Number("total", "tl.float32")
+        beside = [op for op in text.needed(wanted) if product.dot not in product.sums_behind(op)]
+        text.start(self.z, "0")
+        text.start(self.n, f"column * {tile.n}")
+        text.ready(beside)
+        shape = min(tile.m // 16, tile.warps), 8
+        for number, _ in enumerate(product.sums):
+            text.line(f"sum{number} = tl.zeros({(*shape, tile.n)}, tl.float32)")
+        stages = f", num_stages={tile.stages}" if tile.stages > 1 else ""
+        text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}{stages}):")
+        assert row.op is not None
+        a.depth = text.depth = 2
+        a.start(self.m, f"row * {tile.m}")
+        a.ready(a.needed([row.op]))
+        text.start(self.m, f"row * {tile.m}")
+        text.ready(beside)  # what else is read is under way while factors are multiplied
+        text.line(f"total = tl.dot({self.factor(a, row)}, weights{self.precision})")
+        text.ready(text.needed(wanted))
+        axes = [self.m, self.n]
+        for number, own in enumerate(product.sums):
+            text.line(f"sum{number} += {self.rows_added(text.operand(own.op, axes))}")
+        text.depth = 1
+        for number, own in enumerate(product.sums):
+            over = [x for x in axes if x.name not in own.kept]
+            rows = math.prod(shape)
+            held = f"tl.reshape(sum{number}, ({rows}, {tile.n}))"
+            self.keep(text, number, own, text.total(own.op, held, axes, over).text)
+        text.helpers |= a.helpers | b.helpers
+        self.texts.append((text, tile.programs, tile.warps))
+        self.finish(self.partials)
+
+    def rows_added(self, value: str) -> str:
+        """A tile with the rows that one thread has added up, which costs nothing: tensor cores give it the rows i and
+        i + 8 of sixteen, and of every so many sixteens as there are warps."""
+        sixteens, n = self.tile.m // 16, self.tile.n
+        high = min(sixteens, self.tile.warps)
+        value = f"tl.sum(tl.reshape({value}, ({sixteens}, 2, 8, {n})), 1)"
+        return value if high == sixteens else f"tl.sum(tl.reshape({value}, ({sixteens // high}, {high}, 8, {n})), 0)"
 
     def after(self, text: Side) -> None:
         """What is computed from the tile of sums, piece by piece."""
@@ -197,6 +266,11 @@ class Writer:
         text.line(f"row = group * {GROUP} + pid % {GROUP * columns} % high")
         text.line(f"column = pid % {GROUP * columns} // high")
 
+    @property
+    def precision(self) -> str:
+        """f32 is multiplied exactly."""
+        return ', input_precision="ieee"' if str(self.product.factors[0].type) == "f32" else ""
+
     def factor(self, side: Side, factor: Value) -> str:
         """A factor over its whole tile in the type it is multiplied in, 0 outside of the summed dimension."""
         number, type = side.names[factor], FACTORS[str(factor.type)]
@@ -230,8 +304,8 @@ class Writer:
         place = f"{part} * {strides[0]} + batch * {strides[1]} + m * {n} + n"
         mask = text.mask(text.tile)
         text.line(f"tl.store(p{argument} + ({place}), total{f', mask={mask}' if mask else ''})")
-        columns = min(power_of_two(n), 128)
-        y, x = axis("m", self.m.dims, max(1024 // columns, 1), 0), axis("n", self.n.dims, columns, 1)
+        columns, points = min(power_of_two(n), 128), 1024 if tile.split <= STRAIGHT else 256
+        y, x = axis("m", self.m.dims, max(points // columns, 1), 0), axis("n", self.n.dims, columns, 1)
         added = Side(product.walk, (self.z, y, x), "add_parts", mark="c")
         added.line(f"pid = {added.pid()}")
         added.start(self.z, f"pid // {y.blocks * x.blocks}")
@@ -241,7 +315,11 @@ class Writer:
         mask = added.mask(added.tile)
         load = lambda at: f"tl.load(p{argument} + {at}{f', mask={mask}, other=0' if mask else ''})"  # noqa: E731
         added.line(f"total = {load('place')}")
-        for i in range(1, tile.split):
+        if tile.split > STRAIGHT:
+            at = "place.to(tl.int64)" if wide else "place"
+            with added.loop(f"part in tl.range(1, {tile.split}, num_stages=4)"):
+                added.line(f"total += {load(f'({at} + part * {strides[0]})')}")
+        for i in range(1, tile.split if tile.split <= STRAIGHT else 1):
             at = f"(place.to(tl.int64) + {i * strides[0]})" if wide else f"(place + {i * strides[0]})"
             added.line(f"total += {load(at)}")
         added.names[product.dot.results[0]] = Number("total", "tl.float32")
@@ -253,8 +331,8 @@ class Writer:
     def partial(self, own: Sum) -> Partials:
         """The memory of a sum's partial sums: one row per tile that adds to it."""
         rows = 1
-        for name, there in (("z", self.z), ("m", self.m), ("n", self.n)):
-            rows *= 1 if name in own.kept else there.blocks
+        for name, there in (("z", self.z.blocks), ("m", self.stay or self.m.blocks), ("n", self.n.blocks)):
+            rows *= 1 if name in own.kept else there
         made = Partials(own, 0, rows)
         made.argument = self.memory(made.spec)
         return made
@@ -270,9 +348,10 @@ class Writer:
         made = self.partials[number]
         axes = {"z": self.z, "m": self.m, "n": self.n}
         row = ""
-        for name, where in (("z", "batch"), ("m", "row"), ("n", "column")):
+        for name, where in (("z", "batch"), ("m", "first" if self.stay else "row"), ("n", "column")):
             if name not in own.kept and self.product.groups[name]:
-                row = f"({row}) * {axes[name].blocks} + {where}" if row else where
+                blocks = self.stay if self.stay and name == "m" else axes[name].blocks
+                row = f"({row}) * {blocks} + {where}" if row else where
         place, scale = [f"({row or 0}) * {own.width}"], own.width
         for name in own.kept:
             scale //= axes[name].size

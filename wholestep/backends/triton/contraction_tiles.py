@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from .families import PROCESSORS, power_of_two
@@ -27,12 +28,19 @@ WIDE = [
     (64, 128, 64, 4, 4),
     (128, 64, 64, 4, 4),
     (64, 64, 64, 4, 4),
+    (64, 256, 64, 8, 3),
     (128, 32, 64, 4, 4),
     (64, 32, 64, 4, 4),
+    (256, 32, 64, 8, 3),
 ]
 #: the same where factors are f32, which no tensor core multiplies exactly
 EXACT = [(64, 64, 32, 4, 2), (128, 64, 16, 8, 2), (64, 128, 16, 8, 2), (32, 64, 32, 4, 3), (64, 32, 32, 4, 3)]
 MOST = 6
+#: multiplications per element that is read or written below which a product waits for memory
+RIDGE = 256
+#: the longest sum that a program takes in one step, and the fewest rows for which programs stay
+LONGEST = 256
+MANY = 4 * 64 * PROCESSORS
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,12 @@ class Tile:
     stages: int
     split: int = 1
     pieces: int = 1
+    #: as many programs, each for many tiles of rows and for the whole summed dimension; 0: one for each tile
+    programs: int = 0
 
     def __str__(self) -> str:
         shared = f" split{self.split}" if self.split > 1 else f" in{self.pieces}" if self.pieces > 1 else ""
+        shared += f" by{self.programs}" if self.programs else ""
         return f"dot {self.m}x{self.n}x{self.k}{shared} s{self.stages} w{self.warps}"
 
 
@@ -68,10 +79,14 @@ class Demand:
     loaded: tuple[int, int]
     #: tensors along rows and columns that are read or written after the product
     around: int
+    #: bytes that are read per element of the result
+    beside: int
     #: functions of numbers after the product
     after: int
     #: whether the summed dimension may be split over programs
     splits: bool
+    #: whether a program may stay for many tiles of rows
+    stays: bool
 
 
 def choices(demand: Demand) -> list[Tile]:
@@ -81,11 +96,43 @@ def choices(demand: Demand) -> list[Tile]:
         if m > max(64, power_of_two(demand.m)) or n > max(32, power_of_two(demand.n)):
             continue
         tile = Tile(m, n, min(k, max(16, power_of_two(demand.k))), warps, stages)
+        if demand.k <= 2 * tile.k:  # so few rounds that there is nothing to load ahead
+            tile = replace(tile, stages=min(stages, -(-demand.k // tile.k)))
         if fits(tile, demand):
             for split in splits(tile, demand):
                 own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
                 made[own] = cost(own, demand)
-    return sorted(made, key=lambda t: made[t])[:MOST]
+    found = sorted(made, key=lambda t: made[t])
+    return [*staying(demand)[: MOST - 2], *found][:MOST]
+
+
+def staying(demand: Demand) -> list[Tile]:
+    """Tiles for programs that stay for many of them: for products that wait for memory and sum over little."""
+    k = max(16, power_of_two(demand.k))
+    if not demand.stays or k > LONGEST or demand.m < MANY or not waits_for_memory(demand):
+        return []
+    found = []
+    whole = max(16, min(power_of_two(demand.n), 256))
+    for m, n, warps in itertools.product((64, 128), (whole, whole // 2), (4, 8)):
+        if n < 16 or not 8 <= m * n // (32 * warps) <= 64 or (n < whole and whole < 128):
+            continue
+        if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
+            continue
+        ahead = m * k * demand.loaded[0] + m * n * demand.beside
+        held = (n * k + m * n + m * k * (not demand.plain[0])) * demand.bytes
+        for at_once in range(min(4, REGISTERS // (32 * warps * 128)), 0, -1):
+            stages = 1 + min(3, (SHARED // at_once - held) // ahead)
+            if stages >= 2:
+                columns = -(-demand.n // n)
+                found.append(Tile(m, n, k, warps, stages, programs=PROCESSORS * at_once // columns * columns))
+                break
+    return sorted(found, key=lambda t: -t.programs * t.warps)
+
+
+def waits_for_memory(demand: Demand) -> bool:
+    """Whether a product has so few multiplications per element that memory is what it waits for."""
+    moved = demand.z * (demand.m * demand.k + demand.n * demand.k + demand.m * demand.n)
+    return demand.bytes < 4 and demand.z * demand.m * demand.n * demand.k < RIDGE * moved
 
 
 def pieces(tile: Tile, demand: Demand) -> int:
@@ -118,7 +165,9 @@ def splits(tile: Tile, demand: Demand) -> list[int]:
     tiles = demand.z * -(-demand.m // tile.m) * -(-demand.n // tile.n)
     if not demand.splits:
         return [1]
-    return [s for s in (1, 2, 3, 4, 6, 8, 16) if s == 1 or (tiles * s <= 3 * PROCESSORS and demand.k >= 256 * s)]
+    many = [PROCESSORS * rounds // tiles for rounds in (1, 2, 3)]  # a long sum of few tiles
+    found = {s for s in (2, 3, 4, 6, 8, 16, *many) if s > 1 and tiles * s <= 3 * PROCESSORS and demand.k >= 256 * s}
+    return [1, *sorted(found)]
 
 
 def cost(tile: Tile, demand: Demand) -> float:
@@ -134,6 +183,8 @@ def cost(tile: Tile, demand: Demand) -> float:
     rounds = -(-programs // (PROCESSORS * at_once)) * at_once
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
+    if at_once == 1 and not all(demand.plain):  # and one multiplies while the other computes its factors
+        total *= 1.5
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2

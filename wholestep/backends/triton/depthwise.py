@@ -510,14 +510,18 @@ def launch(
 def geometry(
     image: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, stride: Any, padding: Any, config: Config
 ) -> dict[str, int]:
-    """The constants of all three kernels, once everything about the tensors is as the kernels assume."""
+    """The constants of all three kernels, once everything about the tensors is as the kernels assume.
+
+    `padding` is that before the image. What is behind it follows from the output's size.
+    """
     n, c, height, width = image.shape
     reason = why_not(image.shape, weight.shape, stride, padding, 1, weight.shape[0], image.dtype)
     (kh, kw), (sh, sw), (ph, pw) = pair(weight.shape[2:]), pair(stride), pair(padding)
     if not reason:
-        expected = (n, c, *output_size(height, width, (kh, kw), stride, padding))
-        if tuple(output.shape) != expected:
-            reason = f"the output has shape {tuple(output.shape)}, not {expected}"
+        # every window sees some of the image
+        most = (n, c, (height + ph - 1) // sh + 1, (width + pw - 1) // sw + 1)
+        if tuple(output.shape[:2]) != (n, c) or any(o > m for o, m in zip(output.shape[2:], most[2:], strict=True)):
+            reason = f"the output has shape {tuple(output.shape)}, not {most} or less"
         elif not all(t.is_contiguous(memory_format=torch.channels_last) for t in (image, output)):
             reason = "input and output must be channels-last (torch.channels_last), dense"
         elif not weight.is_contiguous():

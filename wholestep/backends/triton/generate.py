@@ -81,14 +81,14 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
     return ""
 
 
-def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
-    """The best guess first, then alternatives worth timing."""
+def candidates(function: Op, specs: Sequence[Spec], only: str = "") -> list[Candidate]:
+    """The best guess first, then alternatives worth timing. only: nothing but the one of that name is written."""
     from . import contraction
 
     if not contraction.why_not(function, specs):
-        return contraction.candidates(function, specs)
+        return [c for c in contraction.candidates(function, specs) if only in ("", c.name)]
     family = Family(function, specs)
-    return [candidate(family, config) for config in configs(family)]
+    return [candidate(family, config) for config in configs(family) if only in ("", str(config))]
 
 
 class Writer(Protocol[C]):

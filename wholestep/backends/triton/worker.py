@@ -5,6 +5,7 @@ Run by `compiling.py`, several at a time. It never touches a GPU and imports nei
 
 from __future__ import annotations
 
+import hashlib
 import json
 import linecache
 import os
@@ -13,11 +14,51 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
 def compiled(job: dict[str, Any]) -> Any:
     """The kernel of a job, from Triton's cache or compiled."""
+    found = kept(job)
+    return fresh(job) if found is None else found
+
+
+def kept(job: dict[str, Any]) -> Any:
+    """A kernel that was compiled before, by the name that Triton gave it then: to read its source and work that out
+    again takes longer than to load it. None where there is none, or where its files are broken or gone."""
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime.cache import get_cache_manager
+
+    if knobs.compilation.always_compile:
+        return None
+    try:
+        name = json.loads(note_of(Path(knobs.cache.dir), digest(job)).read_text())["hash"]
+        files = get_cache_manager(name).get_group(f"{job['name'][:150]}.json")
+        signature = {f"p{i}": pointer for i, pointer in enumerate(job["pointers"])}
+        return CompiledKernel(SimpleNamespace(signature=signature, constants={}), files, name) if files else None
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def digest(job: dict[str, Any]) -> str:
+    """Equal for jobs that give the same kernel."""
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    content = [triton.__version__, get_cache_invalidating_env_vars(), job]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def note_of(folder: Path, key: str) -> Path:
+    """The file beside Triton's cache that says what a job needs, and what Triton calls its kernel."""
+    return folder / "wholestep" / f"{key}.json"
+
+
+def fresh(job: dict[str, Any]) -> Any:
+    """The kernel of a job as Triton finds it in its cache, or makes it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -69,7 +110,7 @@ def main() -> None:
         try:
             kernel = compiled(job)
             registers, local = resources(kernel.asm["cubin"])
-            answer = {"registers": registers, "spills": local, "shared": kernel.metadata.shared}
+            answer = {"registers": registers, "spills": local, "shared": kernel.metadata.shared, "hash": kernel.hash}
         except Exception as error:  # whatever a compiler raises is the answer to this job
             answer = {"error": f"{type(error).__name__}: {error}"}
         answer["seconds"] = time.perf_counter() - began

@@ -39,6 +39,8 @@ class Order:
                 self.place.append(issued[stream])
                 self.clock.append(clock)
             latest[stream] = clock
+        #: what the first stream knows at the end
+        self.end = latest[0]
 
     def before(self, first: int, second: int) -> bool:
         """Whether `first` has finished when `second` starts."""

@@ -54,6 +54,7 @@ def check_order(flat: Flat, units: list[str], placed: bool) -> None:
         check_writes(flat, version)
         check_reads(flat, order, version)
         check_taken(flat, order, version)
+    check_joined(flat, order, units)
     if placed:
         check_placement(flat)
         check_overlap(flat, order)
@@ -281,6 +282,14 @@ def check_taken(flat: Flat, order: Order, version: Version) -> None:
                     after = f"{flat.action(other)} on stream {order.stream[other]}"
                     why = f"and nothing orders it after {after}, which {verb} that"
                 raise InvalidOp(flat.actions[writer], f"{told}, {why}")
+
+
+def check_joined(flat: Flat, order: Order, units: list[str]) -> None:
+    """What the first stream's unit does on other streams is over when that stream is: the next step starts there."""
+    for stream, action in order.last(range(len(flat.actions))).items():
+        if units[stream] == units[0] and stream and order.end[stream] < order.place[action]:
+            problem = f"{flat.action(action)} runs on stream {stream}, and nothing waits for it before the plan is over"
+            raise InvalidOp(flat.actions[action], problem)
 
 
 # ---- addresses ----

@@ -122,15 +122,48 @@ def walked(k, value, dim: int):
     return k.home(value)[dim]
 
 
+def shared_lead(left: str, right: str, out: str) -> str:
+    """The first label of lhs, where products of matrices along it move nothing and one large product would.
+
+    It is then a batch of products that share rhs: "abc,db->acd" cannot be one product without a copy of lhs, nor can
+    "acb,db->adc" give its result in this order.
+    """
+    if not left or left[0] not in out[:1] or left[0] in right or any(c in right and c in out for c in left):
+        return ""
+
+    def in_place(left: str, out: str) -> bool:
+        rows, cols = ("".join(c for c in out if (c in left) == mine) for mine in (True, False))
+        inner = "".join(c for c in left if c not in out)
+        return bool(rows) and left in (rows + inner, inner + rows) and out in (rows + cols, cols + rows)
+
+    return left[0] if in_place(left[1:], out[1:]) and not in_place(left, out) else ""
+
+
 def plan_contraction(
     spec: str, lhs: TensorType, rhs: TensorType, addend: TensorType | None
 ) -> Callable[..., torch.Tensor]:
     """A function that computes a contraction by mm, bmm or addmm, the way eager PyTorch would.
 
     Labels fall into batch (in both operands and the result), rows (lhs and result), columns (rhs and result) and inner
-    (both operands). Each operand is permuted and folded to [batch, rows, inner] or [batch, inner, columns].
+    (both operands). Each operand is permuted and folded to [batch, rows, inner] or [batch, inner, columns]. Where the
+    first label of one operand makes a batch that the other has no part in, the other is seen as often as there are
+    products in it.
     """
     left, right, out = parse_spec(spec)
+    for labels, other, type, flipped in ((left, right, lhs, False), (right, left, rhs, True)):
+        lead = shared_lead(labels, other, out)
+        if lead:
+            count = type.shape[0]
+            shared = f"{left},{lead}{right}->{out}" if not flipped else f"{lead}{left},{right}->{out}"
+            grown = (
+                (lhs, rhs.with_shape((count, *rhs.shape)))
+                if not flipped
+                else (lhs.with_shape((count, *lhs.shape)), rhs)
+            )
+            batched = plan_contraction(shared, *grown, addend)
+            if flipped:
+                return lambda x, y, *z: batched(x.expand(count, *x.shape), y, *z)
+            return lambda x, y, *z: batched(x, y.expand(count, *y.shape), *z)
     batch = [c for c in out if c in left and c in right]
     rows = [c for c in out if c in left and c not in right]
     cols = [c for c in out if c in right and c not in left]

@@ -25,6 +25,7 @@ class ConvolutionLike(StepOp):
     precision = "low"
     stride = Attr("ints", "step of the window, per spatial dimension")
     padding = Attr("ints", "zeros on both sides, per spatial dimension")
+    padding_after = Attr("ints", "zeros behind, where they are not as many as before; empty for as many", ())
     dilation = Attr("ints", "distance between taps, per spatial dimension")
     transposed = Attr("bool", "whether this is the adjoint of a convolution", False)
     output_padding = Attr("ints", "added to the size of a transposed result; empty for zeros", ())
@@ -32,9 +33,20 @@ class ConvolutionLike(StepOp):
 
 
 def window(op: Op) -> tuple:
-    """The arguments of ATen's convolution from stride to groups."""
-    stride = op.stride
-    return stride, op.padding, op.dilation, op.transposed, op.output_padding or (0,) * len(stride), op.groups
+    """The arguments of ATen's convolution from stride to groups; no padding where it differs before and behind."""
+    stride, none = op.stride, (0,) * len(op.stride)
+    padding = none if op.padding_after else op.padding
+    return stride, padding, op.dilation, op.transposed, op.output_padding or none, op.groups
+
+
+def border(op: Op) -> list[int]:
+    """The zeros that ATen's convolution does not add, as its padding wants them: the last dimension first."""
+    pairs = list(zip(op.padding, op.padding_after, strict=True)) if op.padding_after else []
+    return [n for pair in reversed(pairs) for n in pair]
+
+
+def bordered(x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+    return aten.constant_pad_nd.default(x, widths) if widths else x
 
 
 def options(op: Op) -> dict:
@@ -42,7 +54,9 @@ def options(op: Op) -> dict:
     return {k: op.attributes[k] for k in ConvolutionLike.attribute_fields}
 
 
-def result_shape(x, w, stride, padding, dilation, transposed, output_padding, groups) -> tuple[int, ...]:
+def result_shape(
+    x, w, stride, padding, dilation, transposed=False, output_padding=(), groups=1, padding_after=()
+) -> tuple[int, ...]:
     """The shape of a convolution."""
     kernel = w.shape[2:]
     if not len(x.shape) == len(w.shape) == len(stride) + 2 or not len(stride) == len(padding) == len(dilation):
@@ -55,8 +69,10 @@ def result_shape(x, w, stride, padding, dilation, transposed, output_padding, gr
         ]
         return (x.shape[0], w.shape[1] * groups, *sizes)
     sizes = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+        (n + p + q - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, q, d in zip(
+            x.shape[2:], kernel, stride, padding, padding_after or padding, dilation, strict=True
+        )
     ]
     return (x.shape[0], w.shape[0], *sizes)
 
@@ -173,6 +189,8 @@ class Conv(ConvolutionLike):
             return "x and the kernel must have two dimensions more than the window, which has one to three"
         if len(op.padding) != n or len(op.dilation) != n or len(op.output_padding) not in (0, n):
             return "stride, padding, dilation and output_padding must have one number per spatial dimension"
+        if op.padding_after and (len(op.padding_after) != n or op.transposed):
+            return "padding_after must have one number per spatial dimension, and no transposed convolution has it"
         if x.element is not w.element or (op.bias is not None and op.bias.type.element is not x.element):
             return "operands differ in element type"
         have = w.shape[0] if op.transposed else w.shape[1] * op.groups
@@ -184,8 +202,8 @@ class Conv(ConvolutionLike):
 
     @staticmethod
     def evaluate(op):
-        args = window(op)
-        return spread(op, lambda x, w, bias: aten.convolution.default(x, w, bias, *args))
+        args, widths = window(op), border(op)
+        return spread(op, lambda x, w, bias: aten.convolution.default(bordered(x, widths), w, bias, *args))
 
     @staticmethod
     def element(k, op, index):
@@ -224,8 +242,19 @@ class ConvInputGrad(ConvolutionLike):
     @staticmethod
     def evaluate(op):
         shape, args = op.input_shape, window(op)
+        before, after = op.padding, op.padding_after
         mask = [True, False, False]
-        return lambda dy, w: aten.convolution_backward.default(dy, blank(dy, shape), w, None, *args, mask)[0]
+        if not after:
+            return lambda dy, w: aten.convolution_backward.default(dy, blank(dy, shape), w, None, *args, mask)[0]
+        whole = (*shape[:2], *(p + n + q for p, n, q in zip(before, shape[2:], after, strict=True)))
+
+        def inside(dy, w):
+            dx = aten.convolution_backward.default(dy, blank(dy, whole), w, None, *args, mask)[0]
+            for dim, (first, size) in enumerate(zip(before, shape[2:], strict=True), 2):
+                dx = dx.narrow(dim, first, size)
+            return dx.clone()
+
+        return inside
 
     @staticmethod
     def element(k, op, index):
@@ -255,9 +284,10 @@ class ConvWeightGrad(ConvolutionLike):
 
     @staticmethod
     def evaluate(op):
-        shape, args = op.weight_shape, window(op)
+        shape, args, widths = op.weight_shape, window(op), border(op)
         mask = [False, True, False]
-        return lambda x, dy: aten.convolution_backward.default(dy, x, blank(x, shape), None, *args, mask)[1]
+        gradients = aten.convolution_backward.default
+        return lambda x, dy: gradients(dy, bordered(x, widths), blank(x, shape), None, *args, mask)[1]
 
     @staticmethod
     def element(k, op, index):

@@ -1,0 +1,208 @@
+"""Tall products take neighbours along where that is said to be faster; what is computed stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transforms.test_fuse import program, regions_of, root_of
+from wholestep.backends.generated import region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Triton, op_by_op
+from wholestep.dialects.step import torch_dtype
+from wholestep.ir import BF16, F32, TensorType, verify
+from wholestep.ir.builtin import lookup
+from wholestep.ir.core import Op, Value
+from wholestep.runtime.executor import Executable
+from wholestep.transforms import again, regions, tall_products
+from wholestep.transforms.around import divide
+from wholestep.transforms.fuse import Fusion, dissolve, fuse
+from wholestep.transforms.regions import Bodies, Piece
+from wholestep.transforms.tall_products import is_tall, likely_orders, strides_of
+
+N, SIDE, WIDE, NARROW = 3, 16, 32, 16
+IMAGE, SMALL = (N, WIDE, SIDE, SIDE), (N, NARROW, SIDE, SIDE)
+DIMS = (0, 2, 3)
+LAST, BACK = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def per_channel(b: Any, v: Value) -> Value:
+    return b.reshape(v, shape=(*v.type.shape, 1, 1))
+
+
+def normal(b: Any, x: Value, scale: Value, shift: Value) -> Value:
+    return b.add(b.mul(b.cast_to(x, F32), per_channel(b, scale)), per_channel(b, shift))
+
+
+def sums(b: Any, y: Value, other: Value) -> list[Value]:
+    wide = b.cast_to(y, F32)
+    return [b.sum(wide, dims=DIMS), b.sum(b.mul(wide, b.cast_to(other, F32)), dims=DIMS)]
+
+
+def product(b: Any, x: Value, w: Value, spec: str) -> Value:
+    return b.transpose(b.contract(b.transpose(x, order=LAST), w, spec=spec), order=BACK)
+
+
+def forward(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """An activation on load, statistics on store, and a normalisation that waits for them."""
+    y = product(b, b.relu(b.cast_to(normal(b, x, scale, shift), BF16)), w, "nhwc,oc->nhwo")
+    first, second = sums(b, y, y)
+    return [b.cast_to(normal(b, y, first, second), BF16)]
+
+
+def backward(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A gradient that two products read, and sums of the image's gradient with another image."""
+    d = b.cast_to(normal(b, x, scale, shift), BF16)
+    dx = product(b, d, w, "nhwc,oc->nhwo")
+    dw = b.contract(b.transpose(d, order=LAST), b.transpose(z, order=LAST), spec="nhwc,nhwo->co")
+    return [b.add(dx, z), dw, *sums(b, b.add(dx, z), z)]
+
+
+def of(build: Callable[..., list[Value]]) -> Op:
+    images = [TensorType(IMAGE, BF16), TensorType(SMALL, BF16), TensorType((NARROW, WIDE), BF16)]
+    return program([*images, TensorType((WIDE,), F32), TensorType((WIDE,), F32)], build)
+
+
+class Clock:
+    """Says that fewer bytes are faster, or slower, and remembers what it was asked."""
+
+    def __init__(self, faster: bool = True):
+        self.sign, self.asked = 1 if faster else -1, list[Piece]()
+
+    def __call__(self, pieces: Sequence[Piece], strides: Any) -> list[float]:
+        self.asked += pieces
+        return [self.sign * sum(v.type.bytes for v in (*p.inputs, *p.outputs)) for p in pieces]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 0)
+    monkeypatch.setattr(tall_products, "LEAST", 0)
+    monkeypatch.setattr(regions, "STREWN_ROW", 16)
+
+
+def joined(function: Op, clock: Clock | None, **options: Any) -> tuple[Fusion, list[str]]:
+    """Fuses and gives the products that are part of a larger kernel; results stay as they were."""
+    torch.manual_seed(0)
+    types = [v.type for v in function.regions[0].block.arguments]
+    inputs = [(torch.randn(t.shape) / 4).to(torch_dtype(t.element)) for t in types]
+    wanted = Executable(function)(inputs)
+    bodies = Bodies()
+    fusion = fuse(function, bodies=bodies, seconds=clock, **options)
+    verify(root_of(function))
+    found = []
+    for op in regions_of(function):
+        body = lookup(root_of(function), op.callee)
+        found += [inner.spec for inner in body.regions[0].block if inner.name == "step.contract"]
+        if found:
+            assert fusion.bodies[op.callee.name].kernel is not None
+    dissolve(function, lambda op: True)
+    for mine, true in zip(Executable(function)(inputs), wanted, strict=True):
+        torch.testing.assert_close(mine, true, rtol=2e-2, atol=2e-2)
+    return fusion, found
+
+
+def test_what_is_faster_is_one_kernel() -> None:
+    fusion, found = joined(of(forward), Clock())
+    assert found == ["nhwc,oc->nhwo"]
+    assert len(fusion.bodies) == 2  # the product with both sides; what waits for the sums
+    fusion, found = joined(of(backward), Clock())
+    assert sorted(found) == ["nhwc,nhwo->co", "nhwc,oc->nhwo"]
+    assert len(fusion.bodies) == 2
+
+
+def test_what_is_not_faster_stays_apart() -> None:
+    for build in (forward, backward):
+        assert joined(of(build), Clock(faster=False))[1] == []
+        assert joined(of(build), None)[1] == []
+
+
+def test_little_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tall_products, "LEAST", 1 << 26)
+    clock = Clock()
+    assert joined(of(forward), clock)[1] == []
+    assert not clock.asked
+
+
+def test_what_is_forbidden_is_not_measured() -> None:
+    clock = Clock()
+    _, found = joined(of(forward), clock, forbid=["fuse *contract* <- *", "fuse * <- *contract*"])
+    assert found == []
+    assert not clock.asked
+
+
+def test_a_recipe_replays() -> None:
+    for build in (forward, backward):
+        fusion, found = joined(of(build), Clock())
+        lines = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
+        assert joined(of(build), Clock(), recipe=lines)[1] == found
+
+
+def test_what_nobody_runs_comes_apart_again() -> None:
+    for build, parts in ((forward, 4), (backward, 5)):
+        function = of(build)
+        types = [v.type for v in function.regions[0].block.arguments]
+        inputs = [(torch.randn(t.shape) / 4).to(torch_dtype(t.element)) for t in types]
+        wanted = Executable(function)(inputs)
+        bodies = Bodies()
+        fusion = fuse(function, bodies=bodies, seconds=Clock())
+        made = divide(function, fusion, bodies, lambda op: True)
+        verify(root_of(function))
+        assert len(regions_of(function)) == parts
+        assert all(part.kernel is not None for part in made.values())
+        dissolve(function, lambda op: True)
+        for mine, true in zip(Executable(function)(inputs), wanted, strict=True):
+            torch.testing.assert_close(mine, true, rtol=2e-2, atol=2e-2)
+
+
+def test_only_products_that_wait_for_memory() -> None:
+    def one(spec: str, *shapes: tuple[int, ...]) -> bool:
+        function = program([TensorType(s, BF16) for s in shapes], lambda b, x, w: [b.contract(x, w, spec=spec)])
+        return any(is_tall(op) for op in function.regions[0].block)
+
+    assert one("nhwc,oc->nhwo", (8, 56, 56, 256), (64, 256))
+    assert one("nhwo,nhwc->oc", (8, 56, 56, 256), (8, 56, 56, 64))
+    assert not one("mk,nk->mn", (8192, 768), (3072, 768))  # multiplications
+    assert not one("mk,nk->mn", (64, 64), (64, 64))  # not tall
+    assert not one("bmk,bkn->bmn", (4, 4096, 64), (4, 64, 64))  # many products
+
+
+def test_values_lie_as_they_are_written() -> None:
+    """Channels-last comes from the rows of a product, through what is computed from it; broadcasts lie nowhere."""
+
+    def build(b: Any, x: Value, w: Value, v: Value) -> list[Value]:
+        y = product(b, x, w, "nhwc,oc->nhwo")
+        wide = b.broadcast(per_channel(b, v), shape=y.type.shape)
+        return [b.add(b.relu(y), b.cast_to(wide, BF16))]
+
+    shapes = [TensorType(IMAGE, BF16), TensorType((NARROW, WIDE), BF16), TensorType((NARROW,), F32)]
+    block = program(shapes, build).regions[0].block
+    assert block.last is not None
+    (result,) = block.last.operands
+    area = SIDE * SIDE
+    assert strides_of(result, likely_orders(block)) == (area * NARROW, 1, SIDE * NARROW, NARROW)
+
+
+def test_triton_writes_what_is_joined() -> None:
+    """Every kernel that is offered to the clock can be written, on images that lie channels-last."""
+    pytest.importorskip("triton")
+    refused = []
+
+    def clock(pieces: Sequence[Piece], strides: Callable[[Value], tuple[int, ...]]) -> list[float]:
+        for piece in pieces:
+            body = bodies(piece)
+            assert body.function is not None
+            specs = [Spec(v.type.shape, strides(v), torch_dtype(v.type.element)) for v in piece.inputs]
+            region = region_of(body.function, body.kernel, specs, torch.device("cpu"))
+            refused.append(Triton().claims(region))
+            assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
+        return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
+
+    for build in (forward, backward):
+        bodies = Bodies()
+        fuse(of(build), bodies=bodies, seconds=clock)
+    assert len(refused) > 8
+    assert not any(refused)

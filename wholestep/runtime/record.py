@@ -1,0 +1,255 @@
+"""What tables, lists and tensors were, and whether they still are: asked on every step, so it is one call of C++.
+
+The call walks everything and compares it, word by word, with what it wrote down before. It needs no header: Python and
+torch tell where their functions are. Where there is no compiler, Python walks: the same answers, at more host time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from ..backends.cpp.compiler import Compiler, build_all, digest, working_compiler
+from ..errors import InputError
+from ..torch_private import place_of_tensor, tensor_functions, version_of
+
+#: Without `words` it counts them. With `keep` it writes them down. Else 1 where each is the one written down. Members
+#: come before their number, so that a table that has grown differs before the end of the words.
+SOURCE = """
+struct Walk {
+  int (*next)(void*, long*, void**, void**);
+  long (*length)(void*);
+  void* (*item)(void*, long);
+  int (*address)(void*, void**);
+  int (*dimensions)(void*, i64*);
+  int (*strides)(void*, i64**);
+  i64 (*version)(const void*);
+  bool (*trains)(const void*);
+  long inside, tag, keep, count, tagged, tables, lists, placed, laid, trained, counted;
+  char** tags;
+  void **table, **list;
+  char **place, **lie, **train, **number;
+  i64* words;
+};
+
+struct Pen {
+  i64* words;
+  bool keep;
+  long limit, count;
+  // Whether a word is the one written down.
+  bool note(i64 word) {
+    long at = count++;
+    if (!words) return true;
+    if (at >= limit) return false;
+    if (keep) words[at] = word;
+    return words[at] == word;
+  }
+  bool note(void* pointer) { return note((i64)pointer); }
+};
+
+static bool walk(const Walk& w, Pen& pen) {
+  for (long i = 0; i < w.tagged; ++i)
+    if (!pen.note(*(i64*)(w.tags[i] + w.tag))) return false;
+  for (long i = 0; i < w.tables; ++i) {
+    long at = 0, members = 0;
+    void *key, *value;
+    for (; w.next(w.table[i], &at, &key, &value); ++members)
+      if (!pen.note(key) || !pen.note(value)) return false;
+    if (!pen.note((i64)members)) return false;
+  }
+  for (long i = 0; i < w.lists; ++i) {
+    long members = w.length(w.list[i]);
+    if (!pen.note((i64)members)) return false;
+    for (long j = 0; j < members; ++j)
+      if (!pen.note(w.item(w.list[i], j))) return false;
+  }
+  for (long i = 0; i < w.placed; ++i) {
+    void* address;
+    if (w.address(w.place[i] + w.inside, &address) || !pen.note(address)) return false;
+  }
+  for (long i = 0; i < w.laid; ++i) {
+    void *tensor = w.lie[i] + w.inside, *address;
+    i64 dimensions, *strides;
+    if (w.address(tensor, &address) || w.dimensions(tensor, &dimensions) || w.strides(tensor, &strides)) return false;
+    if (!pen.note(address) || !pen.note(dimensions)) return false;
+    for (i64 d = 0; d < dimensions; ++d)
+      if (!pen.note(strides[d])) return false;
+  }
+  for (long i = 0; i < w.trained; ++i)
+    if (!pen.note((i64)w.trains(*(void**)(w.train[i] + w.inside)))) return false;
+  for (long i = 0; i < w.counted; ++i)
+    if (!pen.note(w.version(w.number[i] + w.inside))) return false;
+  return true;
+}
+
+extern "C" int NAME(Walk* w) {
+  Pen pen = {w->words, w->keep != 0, w->count, 0};
+  bool same = walk(*w, pen);
+  if (!w->words) w->count = pen.count;
+  return same;
+}
+"""
+
+
+class Record(Protocol):
+    """Something that was written down."""
+
+    def same(self) -> bool:
+        """Whether all is as it was written down, for sure."""
+
+    def keep(self) -> None:
+        """Writes down how it is now."""
+
+
+class Walk(ctypes.Structure):
+    """The argument of the call: functions, how many of what, and where they are."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("next", "length", "item")),
+        *((name, ctypes.c_void_p) for name in ("address", "dimensions", "strides", "version", "trains")),
+        *((name, ctypes.c_long) for name in ("inside", "tag", "keep", "count")),
+        *((name, ctypes.c_long) for name in ("tagged", "tables", "lists", "placed", "laid", "trained", "counted")),
+        *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number", "words")),
+    )
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """What a record is of: members of tables and lists, by identity, and some properties of tensors."""
+
+    #: tables of which only Python's own count of changes is looked at, where it keeps one
+    tagged: Sequence[dict[Any, Any]] = ()
+    tables: Sequence[dict[Any, Any]] = ()
+    lists: Sequence[list[Any]] = ()
+    #: tensors whose address counts, or address and strides, or whether they train, or how often they were written
+    placed: Sequence[torch.Tensor] = ()
+    laid: Sequence[torch.Tensor] = ()
+    trained: Sequence[torch.Tensor] = ()
+    counted: Sequence[torch.Tensor] = ()
+
+    def groups(self) -> list[tuple[Any, ...]]:
+        of = (self.tagged, self.tables, self.lists, self.placed, self.laid, self.trained, self.counted)
+        return list(map(tuple, of))
+
+    def members(self) -> list[Any]:
+        """The members now. Who holds them knows that an address stays the object's it was."""
+        return [*map(dict, self.tables), *map(list, self.lists)]
+
+
+class NativeRecord:
+    """A record that C++ walks."""
+
+    def __init__(self, walker: Walker, of: Subjects) -> None:
+        self._call, self._of = walker.call, of
+        groups = self._groups = of.groups()  # held, so that none of them goes while its address is kept
+        self._arrays = [(ctypes.c_void_p * len(group))(*map(id, group)) for group in groups]
+        places = map(ctypes.addressof, self._arrays)
+        self._walk = Walk(*walker.functions, walker.inside, walker.tag, 0, 0, *map(len, groups), *places, None)
+        self._at, self._words = ctypes.addressof(self._walk), (ctypes.c_int64 * 0)()
+        self._readable = False
+        self.keep()
+
+    def keep(self) -> None:
+        walk = self._walk
+        self._members = self._of.members()
+        walk.words = None
+        self._call(self._at)
+        if walk.count != len(self._words):
+            self._words = (ctypes.c_int64 * walk.count)()
+        walk.words, walk.keep = ctypes.addressof(self._words), 1
+        self._readable = self._call(self._at) != 0 and (walk.tag > 0 or not walk.tagged)
+        walk.keep = 0
+
+    def same(self) -> bool:
+        return self._readable and self._call(self._at) != 0
+
+
+class PlainRecord:
+    """The same without C++."""
+
+    def __init__(self, of: Subjects) -> None:
+        self._of = of
+        self.keep()
+
+    def _look(self) -> list[list[Any]]:
+        of = self._of
+        return [
+            [list(map(id, part)) for table in of.tables for part in (table, table.values())],
+            [list(map(id, each)) for each in of.lists],
+            [t.data_ptr() for t in of.placed],
+            [(t.data_ptr(), t.stride()) for t in of.laid],
+            [t.requires_grad for t in of.trained],
+            list(map(version_of, of.counted)),
+        ]
+
+    def keep(self) -> None:
+        self._members = self._of.members()
+        self._kept = self._look()
+
+    def same(self) -> bool:
+        return not self._of.tagged and self._look() == self._kept
+
+
+class Walker:
+    """The compiled call, the functions it is given, where in a Python tensor that of C++ is, and in a dict its tag."""
+
+    def __init__(self, call: Callable[[int], int], functions: list[int], inside: int, tag: int) -> None:
+        self.call, self.functions, self.inside, self.tag = call, functions, inside, tag
+
+
+def record(of: Subjects) -> Record:
+    """Writes down how its subjects are now."""
+    walker = native()
+    built_in = all(isinstance(t, dict) for t in (*of.tagged, *of.tables)) and all(isinstance(x, list) for x in of.lists)
+    return NativeRecord(walker, of) if built_in and not isinstance(walker, str) else PlainRecord(of)
+
+
+def native() -> Walker | str:
+    """What walks in C++, or why nothing does."""
+    try:
+        compiler = working_compiler()
+        return compiler if isinstance(compiler, str) else _native(compiler)
+    except InputError as error:  # there is no folder to keep anything in
+        return str(error)
+
+
+@cache
+def _native(compiler: Compiler) -> Walker | str:
+    try:
+        functions, inside = functions_of_python() + tensor_functions(), place_of_tensor()
+    except (OSError, AttributeError, ValueError) as error:
+        return f"this torch does not say how its tensors are read: {error}"
+    name = f"wholestep_walk_{digest(SOURCE)[:16]}"
+    built = build_all([(name, SOURCE.replace("NAME", name))], compiler)[name]
+    if isinstance(built, Exception):
+        return str(built)
+    # a type that keeps Python's lock: nobody changes what is walked over
+    return Walker(
+        ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address_of(built)), functions, inside, place_of_tag()
+    )
+
+
+def functions_of_python() -> list[int]:
+    """Of Python's stable interface."""
+    return [address_of(getattr(ctypes.pythonapi, name)) for name in ("PyDict_Next", "PyList_Size", "PyList_GetItem")]
+
+
+def place_of_tag() -> int:
+    """Bytes from the start of a dict to the number that Python changes with every change of it (PEP 509); 0: none."""
+    table: dict[str, int] = {"a": 1}
+    word = (ctypes.c_int64 * 4).from_address(id(table))
+    seen = [word[3]]
+    for change in (lambda: table.update(a=2), lambda: table.update(b=1), lambda: table.pop("b"), table.clear):
+        change()
+        seen.append(word[3])
+    return 24 if sys.version_info < (3, 13) and len(set(seen)) == len(seen) else 0
+
+
+def address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

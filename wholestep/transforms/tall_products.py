@@ -1,0 +1,240 @@
+"""Tall products, such as 1x1 convolutions of large images, take their neighbours along where the clock says so.
+
+Such a product has so few multiplications per element that it waits for memory: what makes the rows that it reads, and
+what is done to those that it makes (BatchNorm's sums, a residual gradient), costs next to nothing inside of it. Whether
+one kernel really is faster than a library's product and kernels beside it is measured, for all readers of a value
+together: it is either written once or computed by each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..dialects.step.contraction import parse_spec
+from ..ir.core import Block, Op, Value
+from . import again
+from .around import comes_back, hand_over
+from .loops import NotLoops, lowered
+from .regions import Piece, base, is_view, piece_of
+
+if TYPE_CHECKING:
+    from .fuse import Fuser, Group
+
+#: multiplications per element that is read or written, up to which a product is tried
+RIDGE = 256
+#: how much longer than wide the matrix of rows is
+TALL = 8
+#: the share of bytes, and the bytes, that must be saved for it to be worth measuring: kernels take long to compile
+WORTH, LEAST = 0.1, 1 << 26
+
+Order = tuple[int, ...]
+
+
+def is_tall(op: Op) -> bool:
+    """Whether an op is a product of 16-bit numbers that waits for memory, one of whose sizes is much the longest."""
+    if op.name != "step.contract" or op.lhs.type.element.text not in ("bf16", "f16"):
+        return False
+    left, right, out = parse_spec(op.spec)
+    size = dict(zip(left + right, (*op.lhs.type.shape, *op.rhs.type.shape), strict=True))
+    if set(left) & set(right) & set(out):
+        return False
+    sides = []
+    for labels in (set(left) & set(out), set(right) & set(out), set(left) & set(right)):
+        product = 1
+        for label in labels:
+            product *= size[label]
+        sides.append(product)
+    m, n, k = sides
+    short = sorted(sides)
+    return short[2] >= TALL * short[1] and m * n * k <= RIDGE * (m * n + m * k + n * k)
+
+
+@dataclass(slots=True)
+class Choice:
+    """Kernels as they are and as they would be; the second where it is measured to be faster."""
+
+    old: list[Piece]
+    new: list[Piece]
+    apply: Callable[[], None]
+
+    @property
+    def worth_it(self) -> bool:
+        old, new = (sum(bytes_of(p) for p in pieces) for pieces in (self.old, self.new))
+        return new <= (1 - WORTH) * old and old - new >= LEAST
+
+
+def why_not(fuser: Fuser, piece: Piece) -> str:
+    """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it."""
+    if not any(op.name == "step.contract" for op in piece.ops):
+        return fuser.bodies(piece).why_not
+    body = fuser.bodies(piece)
+    if body.why_not and body.function is not None and body.rows is None:
+        try:
+            body.kernel, body.why_not = lowered(body.function), ""
+        except NotLoops as error:
+            return str(error)
+    return body.why_not
+
+
+def bytes_of(piece: Piece) -> int:
+    return sum(v.type.bytes for v in (*piece.inputs, *piece.outputs))
+
+
+def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
+    """Lets tall products take along what makes their factors, then what reads their results; gives all kernels."""
+    products = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
+    take_faster(fuser, befores(fuser, products))
+    take_faster(fuser, afters(fuser, products))
+    joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
+    known = {id(g) for g in groups}
+    return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
+
+
+def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
+    assert fuser.seconds is not None
+    wanted = list(choices)
+    if not wanted:
+        return
+    orders = likely_orders(fuser.block)
+    pieces = [p for c in wanted for p in (*c.old, *c.new)]
+    times = iter(fuser.seconds(pieces, lambda v: strides_of(v, orders)))
+    taken = [tuple(sum(next(times) for _ in side) for side in (c.old, c.new)) for c in wanted]
+    for choice, (before, after) in zip(wanted, taken, strict=True):
+        if after < before:
+            choice.apply()
+
+
+# ---- before a product ------------------------------------------------------------------------------------------------
+
+
+def befores(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Large factors that only tall products read, and that are cheap to make."""
+    among = set(products)
+    for value in dict.fromkeys(base(v) for op in products for v in op.operands):
+        maker = fuser.groups.get(value.op) if value.op is not None else None
+        if maker is None or value.type.bytes < again.LEAST or not fuser.is_fusible(maker.members[0]):
+            continue
+        readers = list(dict.fromkeys(again.through_views(value)))
+        if any(u not in among or again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
+            continue
+        if any(fuser.half(u) != again.half(fuser, maker) for u in readers):
+            continue
+        ops = again.makers(value, set(maker.members))
+        if ops:
+            choice = before(fuser, value, maker, readers, ops)
+            if choice is not None:
+                yield choice
+
+
+def before(fuser: Fuser, value: Value, maker: Group, readers: Sequence[Op], ops: set[Op]) -> Choice | None:
+    work = [op for op in ops if not is_view(op)]
+    new = []
+    for reader in readers:
+        members = fuser.groups[reader].members
+        piece = piece_of([*members, *work], fuser.position)
+        own = {r for op in members for r in op.results}
+        new.append(Piece(piece.ops, piece.inputs, [v for v in piece.outputs if v in own]))
+    left = still_read(maker, value, set(readers))
+    if left:
+        rest = piece_of(left, fuser.position)
+        new.append(Piece(rest.ops, rest.inputs, [v for v in rest.outputs if v is not value]))
+    taking = [fuser.groups[u] for u in readers]
+    old = [piece_of(g.members, fuser.position) for g in (maker, *taking)]
+
+    def refused(members: Sequence[Op]) -> str:
+        return why_not(fuser, piece_of(members, fuser.position))
+
+    choice = Choice(old, new, lambda: hand_over(fuser, value, ops, maker, taking, refused))
+    return None if not choice.worth_it or any(why_not(fuser, piece) for piece in new) else choice
+
+
+def still_read(maker: Group, value: Value, readers: set[Op]) -> list[Op]:
+    """The ops of a kernel that others than these readers of a value need."""
+    unread: set[Op] = set()
+    for op in reversed(maker.members):
+        users = (u for r in op.results for u in again.through_views(r))
+        if all(u in unread or (op is value.op and u in readers) for u in users):
+            unread.add(op)
+    return [op for op in maker.members if op not in unread]
+
+
+# ---- after a product -------------------------------------------------------------------------------------------------
+
+
+def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Kernels that read what a tall product makes, each with its first such product."""
+    met: set[int] = set()
+    for op in products:
+        own, made = fuser.groups[op], op.results[0]
+        if made.type.bytes < again.LEAST:
+            continue
+        for user in list(dict.fromkeys(again.through_views(made))):
+            other = fuser.groups.get(user)
+            if other is None or other is own or not other.members or id(other) in met or not fuser.is_fusible(user):
+                continue
+            if {fuser.half(m) for m in other.members} != {fuser.half(op)} or again.is_forbidden(fuser, made, other):
+                continue
+            whole = piece_of([*own.members, *other.members], fuser.position)
+            old = [piece_of(g.members, fuser.position) for g in (own, other)]
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made))
+            if choice.worth_it and not comes_back(fuser, own, other, made) and not why_not(fuser, whole):
+                met.add(id(other))
+                yield choice
+
+
+def take(fuser: Fuser, own: Group, other: Group, made: Value) -> None:
+    """One kernel of a product and of one that reads what it makes, unless what was joined meanwhile stands between."""
+    if not other.members or comes_back(fuser, own, other, made):
+        return
+    if why_not(fuser, piece_of([*own.members, *other.members], fuser.position)):
+        return
+    own.along += [[*other.members, *other.gone], *other.along]
+    own.members[:] = sorted([*own.members, *other.members], key=fuser.position.__getitem__)
+    for member in other.members:
+        fuser.groups[member] = own
+    other.members.clear()
+
+
+# ---- how tensors will lie --------------------------------------------------------------------------------------------
+
+
+def likely_orders(block: Block) -> dict[Value, Order]:
+    """Of values that will not lie row by row: their dimensions in the order of memory, the outermost first.
+
+    A guess for the sake of measuring: kernels write as the largest tensor lies that they read, and what is broadcast
+    lies nowhere.
+    """
+    found: dict[Value, Order] = {}
+    for op in block:
+        if op.definition.terminator or not op.operands or op.name == "step.contract":
+            continue
+        order: Order | None = None
+        if op.name == "step.layout":
+            order = tuple(op.order)
+        elif op.name == "step.transpose":
+            own = order_of(op.operands[0], found)
+            order = tuple(tuple(op.order).index(d) for d in own)
+        elif op.name != "step.reshape":
+            rank = max(r.type.rank for r in op.results)
+            alike = [v for v in op.operands if v.type.rank == rank and v.type.size > 1]
+            order = order_of(max(alike, key=lambda v: (v in found, v.type.bytes)), found) if alike else None
+        for result in op.results:
+            if order is not None and len(order) == result.type.rank and order != tuple(range(len(order))):
+                found[result] = order
+    return found
+
+
+def order_of(value: Value, orders: dict[Value, Order]) -> Order:
+    return orders.get(value, tuple(range(value.type.rank)))
+
+
+def strides_of(value: Value, orders: dict[Value, Order]) -> tuple[int, ...]:
+    """Strides without gaps."""
+    strides, step = [0] * value.type.rank, 1
+    for dim in reversed(order_of(value, orders)):
+        strides[dim] = step
+        step *= value.type.shape[dim]
+    return tuple(strides)
