@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep import api
 from wholestep.errors import MemoryBudgetError
 
 
@@ -35,3 +36,23 @@ def test_the_fused_plan_has_the_last_word():
         compiled(memory_budget="50kB")
     least = int(str(caught.value).partition("Give memory_budget=")[2].split()[0])
     assert compiled(memory_budget=least)[0].plan().peak <= least
+
+
+def test_a_fused_plan_that_gains_late_is_found(monkeypatch):
+    """What a plan gains op by op the fused one may gain only when much is computed again."""
+    plain, _ = compiled()
+    whole = plain.plan().peak
+    peaks = []
+
+    def stubborn(*arguments, choices=None, **named):
+        planned = real(*arguments, choices=choices, **named)
+        if choices is not None:
+            peaks.append(planned.plan.peak)
+            if planned.plan.peak > 0.8 * whole:  # nothing is gained by a little
+                planned.plan.arena += whole - planned.plan.peak
+        return planned
+
+    real = api.planned_function
+    monkeypatch.setattr(api, "planned_function", stubborn)
+    step, _ = compiled(memory_budget=0.97)
+    assert step.plan().peak <= 0.97 * whole and len(peaks) > 2

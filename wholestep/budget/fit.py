@@ -217,19 +217,23 @@ def fit_budget(
     if whole.peak <= allowed:
         return BudgetReport(allowed, whole.peak, whole.peak, whole.peak - whole.arena, machine.name), []
     setting = Setting(device, numbers, strides, allowed * before.peak // whole.peak, machine, forbidden, offload)
-    for _ in range(TRIALS):
+
+    def tried(setting: Setting) -> tuple[Fit, Plan]:
         fit = cheapest(module, function, before, form, setting)
-        plan = fit.plan
-        if judge is not None:
-            copy = module.clone()
-            fit.apply(copy)
-            plan = judge(lookup(copy, function.attributes["sym_name"]))
-        if plan.peak <= allowed:
+        if judge is None:
+            return fit, fit.plan
+        copy = module.clone()
+        fit.apply(copy)
+        return fit, judge(lookup(copy, function.attributes["sym_name"]))
+
+    fit, plan = tried(setting)
+    for trial in range(TRIALS):  # what a plan op by op gains the fused one may not: more is asked of it, and more
+        if plan.peak <= allowed or not fit.fits:
             break
-        if not fit.fits:
-            raise MemoryBudgetError(impossible(plan, allowed))
-        setting = replace(setting, allowed=min(setting.allowed * allowed // plan.peak, setting.allowed * 49 // 50))
-    else:
+        less = min(setting.allowed * allowed // plan.peak, setting.allowed * (50 - 2**trial) // 50)
+        setting = replace(setting, allowed=less if trial + 1 < TRIALS else 0)  # 0: the leanest
+        fit, plan = tried(setting)
+    if plan.peak > allowed:
         raise MemoryBudgetError(impossible(plan, allowed))
     report = describe(fit, allowed, whole, plan, machine)
     if judge is not None:
