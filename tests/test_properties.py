@@ -41,7 +41,7 @@ def eager(program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     ]
 
 
-@settings(max_examples=100 * SCALE, **CI)
+@settings(max_examples=60 * SCALE, **CI)
 @given(programs())
 def test_programs(program):
     note(f"moves: {program.names}")
@@ -154,7 +154,7 @@ def reset(model):
             p.copy_(torch.randn(p.shape, generator=generator) * 0.4 + 0.1)
 
 
-@settings(max_examples=25 * SCALE, **CI)
+@settings(max_examples=15 * SCALE, **CI)
 @given(networks(), st.sampled_from(["cross_entropy", "mse", "smooth_l1"]))
 def test_networks(network, loss):
     """Two compiled steps of SGD in float64 are two eager ones: parameters and running statistics."""

@@ -100,6 +100,6 @@ def test_output_does_not_depend_on_the_hash_seed() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "4242")
     }
     assert len(outputs) == 1
