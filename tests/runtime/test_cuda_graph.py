@@ -24,6 +24,7 @@ from wholestep.plan.side import SIDE
 from wholestep.runtime import cuda_graph
 from wholestep.runtime.bound import Beside, BoundPlan
 from wholestep.runtime.cuda_graph import MOST_CAPTURES, SLACK, Graphed
+from wholestep.runtime.graph_nodes import DriverError
 from wholestep.transforms.side_updates import MARK
 
 CPU = torch.device("cpu")
@@ -103,6 +104,23 @@ def bound_plan(device: Device) -> BoundPlan:
 
 def result(bound: BoundPlan) -> torch.Tensor:
     return bound.results()[0]
+
+
+def test_a_graph_that_cannot_be_made_ready_is_one_warning(device, monkeypatch):
+    def fails(graph, where):
+        raise DriverError("cuGraphAddKernelNode_v2 failed with CUDA error 1")
+
+    monkeypatch.setattr(cuda_graph, "without_memsets", fails)
+    bound = bound_plan(device)
+    graphed = Graphed(bound)
+    graphed.run()
+    with pytest.warns(UserWarning, match="launch by launch.*cannot be made ready.*cuGraphAddKernelNode_v2 failed"):
+        graphed.run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphed.run()
+    assert graphed.graph is None and device.launched == 9
+    assert torch.equal(result(bound), torch.cos(torch.tanh(X) * 0.5))
 
 
 def test_launch_then_capture_then_replay(device):

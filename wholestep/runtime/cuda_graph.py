@@ -122,8 +122,12 @@ class Graphed:
             self.refuse(f"{where} cannot be part of a CUDA graph: {str(error).splitlines()[0]}")
             torch.cuda.synchronize(bound.device)
             return
-        without_memsets(graph, bound.device)
-        graph.instantiate()
+        try:
+            without_memsets(graph, bound.device)
+            graph.instantiate()
+        except RuntimeError as error:
+            self.refuse(f"its CUDA graph cannot be made ready: {str(error).splitlines()[0]}")
+            return
         self.graph, self.kept = graph, self.every(bound.values)
         agree = self.kept == self.all_alike(bound.values)
         self.kept_once = self.once(bound.values) if agree else None
