@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"words": "gpt2 or llama or dlrm", "images": "resnet or efficient"}
+PARTS = {"words": "gpt2 or dlrm", "images": "resnet or efficient"}
 
 
 @pytest.mark.parametrize("networks", PARTS.values(), ids=PARTS)
