@@ -270,7 +270,11 @@ def replayed(call: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(held: Callable[[], Any] = call) -> None:  # the graph does not keep its tensors
+        graph.replay()
+
+    return replay
 
 
 def in_turns(calls: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:

@@ -16,14 +16,13 @@ from ..dialects.step.control import root_of
 from ..dialects.step.fused import Fused
 from ..ir.builtin import lookup
 from ..ir.core import Op
+from ..transforms.side_updates import ENDING
 from .aliases import Assignment
 from .launches import LAUNCH, Flat
 from .liveness import Graph
 
 #: the stream of updates, after those of copies
 SIDE = 3
-#: phases whose launches may go there
-ENDING = ("clip", "update")
 #: operations per byte below which a launch of backward that makes gradients alone goes there too: no matrix product
 LIGHT = 16
 #: how much the peak may grow for what waits to be updated, as a share

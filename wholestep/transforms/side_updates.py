@@ -1,7 +1,7 @@
 """`side-updates`: the optimizer's updates run on a second stream of a GPU, beside the rest of the backward pass.
 
 Updates move bytes and compute next to nothing, products of backward do the opposite. The function is marked; its plan
-issues each update as soon as its gradient is there and waits for it late (`plan/side.py`). Results keep every bit.
+issues each update as soon as its gradient is there and waits for it late (`plan/side.py`). Kernels are the same ones.
 """
 
 from __future__ import annotations
