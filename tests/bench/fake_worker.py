@@ -1,12 +1,15 @@
 """Stands for a contender's process in tests of the protocol: starts in no time, does what its name asks of it."""
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 
 LOSSES = [2.0, 1.9, 1.8]
 journal = os.environ["FAKE_WORKER_JOURNAL"]
+faulthandler.register(signal.SIGUSR1)
 
 
 def note(what):
@@ -21,12 +24,12 @@ def prepared_so_far():
 
 
 def prepared():
-    if who == "compile-reduce-overhead":
+    if contender == "compile-reduce-overhead":
         print("a library says goodbye", flush=True)
         os._exit(3)
-    if who == "compile-max-autotune":
+    if contender == "compile-max-autotune" or os.environ.get("FAKE_WORKER_SLOW") == who:
         time.sleep(60)
-    losses = [1.2 * loss for loss in LOSSES] if who == "compile" else LOSSES
+    losses = [1.2 * loss for loss in LOSSES] if contender == "compile" else LOSSES
     return {"losses": losses, "compile_seconds": 1.0, "items": "4 rows"}
 
 
@@ -36,7 +39,9 @@ with os.fdopen(int(sys.argv[2]), "w") as answers:
         print("noise on stdout", flush=True)
         found = {}
         if order["do"] == "begin":
-            who = order["contender"]
+            contender = order["contender"]
+            who = f"{order['case'][0]} {contender}"
+            note("begin")
         elif order["do"] == "prepare":
             full = os.environ.get("FAKE_WORKER_FULL") == who and prepared_so_far() < 3
             note("prepare")
@@ -45,7 +50,7 @@ with os.fdopen(int(sys.argv[2]), "w") as answers:
             found = {"rounded": {"nudged": LOSSES}}
         elif order["do"] == "time":
             note("time")
-            found = {"seconds": 0.25 if who == "wholestep" else 0.5, "steps": 4}
+            found = {"seconds": 0.25 if contender == "wholestep" else 0.5, "steps": 4}
         elif order["do"] == "memory":
             found = {"peak_bytes": 1000, "state_bytes": 100}
         elif order["do"] == "end":

@@ -122,6 +122,31 @@ def test_merging_replaces_an_entry_and_keeps_the_others(tmp_path: Path) -> None:
         Results.load(file)
 
 
+def test_who_had_no_time_leaves_what_was_measured() -> None:
+    results = Results(canned())
+    late: dict[str, Any] = {"status": "failed", "why": "no time was left for all", "unfinished": True}
+    results.merge(entry("a", "compile", 1.0, **late))
+    results.merge(entry("c", "compile", 1.0, **late))
+    results.merge(entry("a", "eager", 1.0, status="failed", why="it crashed", unfinished=False))
+    found = {(e["network"], e["contender"]): e["status"] for e in results.entries}
+    assert found["a", "compile"] == "agrees" and found["c", "compile"] == found["a", "eager"] == "failed"
+
+
+def test_compile_times_that_others_made_longer_are_marked() -> None:
+    entries = [
+        entry("a", "wholestep", 8.0, alone=True, beside=0),
+        entry("a", "compile", 10.0, alone=False, beside=7),
+    ]
+    one = (("a", "full"),)
+    bars = [bar("mean", "compile", 0.9, "compile_seconds", one), bar("mean", "compile", 0.9, "ms", one)]
+    text = summary.markdown(entries, bars)
+    assert "| 0.80^ | yes |" in text and "| 0.80 | yes |" in text and "10.0 (beside 7) |" in text
+    assert "theirs compiled beside others" in text and "different runs" not in text
+    for each in entries:
+        each |= {"distance": 0.001, "command": "wholestep bench a"}
+    assert "| 10.0 (beside 7) |" in record(entries)
+
+
 def test_the_readme_gets_a_table_between_its_markers(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{summary.BEGIN}\nlast year\n{summary.END}\nafter\n")

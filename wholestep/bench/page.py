@@ -10,7 +10,7 @@ from ..cost.html import STYLE
 from . import profile as profiles
 from .contenders import RIVALS, rank, split
 from .results import Entry
-from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_rows, machines
+from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_rows, machines, notes
 
 COLOURS = {
     "wholestep": "#d62728",
@@ -144,7 +144,9 @@ def page(entries: Sequence[Entry], listed: Sequence[Entry], bars: Sequence[Bar])
         parts.append(f"<h2>{escape(about(found))}</h2>")
         own = [bar for bar in bars if bar.device == device]
         if own:
-            parts.append(html_table(BAR_COLUMNS, bar_rows(table, own)))
+            rows = bar_rows(table, own)
+            parts.append(html_table(BAR_COLUMNS, rows))
+            parts += [f'<p class="note">{escape(note)}</p>' for note in notes(rows)]
         parts.append(html_table(*case_rows(table)))
         for figure, words in FIGURES.items():
             parts.append(plot(table, figure, f"{words}, ours / theirs ({machine}, {precision})"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from .contenders import OURS, rank
 from .results import Entry
-from .summary import Table, about, machines, markdown_table
+from .summary import Table, about, compile_text, machines, markdown_table
 
 HEAD = (
     "# Training steps side by side",
@@ -15,13 +15,15 @@ HEAD = (
     "Made by `wholestep bench --summary bench/results/bench.json --record bench/results/bench.md`.",
     "",
     "- *ms*: median and quartiles of blocks of steps, all contenders in turn, each in a process of its own.",
-    "- *host us*: from the call of a step to its return, with an empty queue, and per step of 20 in a row (where a "
-    "full queue makes the host wait).",
+    "- *host us*: from the call of a step to its return, with an empty queue, and per step of 8 to 20 in a row (where "
+    "a full queue makes the host wait).",
     "- *peak GB*: the allocator's peak (*allocated GB*), or what CUDA graphs keep reserved if that is more; *planned "
     "GB*: what our plan said before it ran.",
     "- *kernels*: what the profiler saw the device run in a step.",
-    "- *compile s*: to the end of the first step with empty caches; *not alone*: others compiled at the same time; "
-    "*warm*: with ours' caches.",
+    "- *compile s*: to the end of the first step with empty caches; *warm*: with ours' caches. *beside n* (or *not "
+    "alone*): n others compiled at the same time, which takes longer. Ours compiles alone, because it times kernels, "
+    "and so do max-autotune and jax. This flatters our compile time against the others'; torch.compile's other modes "
+    "time some kernels too, on their first step, and may choose worse beside others.",
     "- *loss apart*: largest relative distance of smoothed losses from eager's, of what is allowed: twice what "
     "rounding does to eager training, at least 1 % in bf16.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
@@ -72,7 +74,6 @@ def record_row(entry: Entry, name: str) -> list[str]:
     def number(value: float | None, decimals: int = 0, unit: float = 1.0) -> str:
         return "-" if value is None else f"{value / unit:.{decimals}f}"
 
-    notes = "".join([" (warm)" if entry.get("warm") else "", "" if entry.get("alone", True) else " (not alone)"])
     return [
         name,
         f"{ms['median']:.2f}",
@@ -85,7 +86,7 @@ def record_row(entry: Entry, name: str) -> list[str]:
         number(entry.get("kernels")),
         number(entry.get("copies_and_fills")),
         number(facts.get("moved / bound"), 2),
-        f"{entry['compile_seconds']:.1f}{notes}",
+        compile_text(entry),
         f"{entry['distance']:.2%} of {entry['tolerance']:.2%}, {len(entry['losses'])} steps",
     ]
 

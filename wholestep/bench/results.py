@@ -91,7 +91,12 @@ class Results:
             raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
 
     def merge(self, entry: Entry) -> None:
-        """Puts an entry in the place of the one it replaces, or at the end."""
+        """Puts an entry in the place of the one it replaces, or at the end.
+
+        One for which there was no time (`unfinished`) says nothing, and leaves what was measured before.
+        """
+        if entry.get("unfinished") and any("ms" in other for other in self.entries if key(other) == key(entry)):
+            return
         replace(self.entries, entry)
 
     def merge_profile(self, entry: Entry) -> None:

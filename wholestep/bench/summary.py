@@ -41,13 +41,22 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A bar and what was measured. `known` counts the cases of it that have a ratio; `mixed` those of two runs."""
+    """A bar and what was measured. `known` counts the cases of it that have a ratio; `mixed` those of two runs.
+
+    `beside`: cases whose compile time is compared with one that others made longer.
+    """
 
     bar: Bar
     value: float | None
     known: int
     mixed: int
+    beside: int
     worst: str
+
+    @property
+    def marks(self) -> str:
+        """What the notes below a table are about."""
+        return ("*" if self.mixed else "") + ("^" if self.beside else "")
 
     @property
     def verdict(self) -> str:
@@ -107,7 +116,7 @@ class Table:
 
     def outcome(self, bar: Bar) -> Outcome:
         values: dict[tuple[str, str], float] = {}
-        mixed = 0
+        mixed = beside = 0
         for case in bar.cases:
             if not bar.against:
                 if (own := self.own(case, bar.figure)) is not None:
@@ -115,11 +124,13 @@ class Table:
             elif (found := self.ratio(case, bar.against, bar.figure)) is not None:
                 values[case] = found[0]
                 mixed += not self.one_run(case, found[1])
+                beside += bar.figure == "compile_seconds" and not self.rows[case][found[1]].get("alone", True)
         if not values:
-            return Outcome(bar, None, 0, 0, "")
+            return Outcome(bar, None, 0, 0, 0, "")
         worst = max(values, key=lambda case: values[case])
         value = geometric_mean(list(values.values())) if bar.over == "mean" else values[worst]
-        return Outcome(bar, value, len(values), mixed, f"{worst[0]}@{worst[1]} {values[worst]:.{digits(bar)}f}")
+        words = f"{worst[0]}@{worst[1]} {values[worst]:.{digits(bar)}f}"
+        return Outcome(bar, value, len(values), mixed, beside, words)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -147,13 +158,22 @@ def bar_rows(table: Table, bars: Sequence[Bar]) -> list[list[str]]:
     rows = []
     for bar in bars:
         found = table.outcome(bar)
-        value = "-" if found.value is None else f"{found.value:.{digits(bar)}f}{'*' if found.mixed else ''}"
+        value = "-" if found.value is None else f"{found.value:.{digits(bar)}f}{found.marks}"
         against = {BEST: "the best of all", "": "-"}.get(bar.against, bar.against)
         rows.append([bar.what, against, f"≤ {bar.most:.{digits(bar)}f}", value, found.verdict, found.worst])
     return rows
 
 
 BAR_COLUMNS = ("what", "against", "bar", "measured", "holds", "worst")
+
+
+def notes(rows: Sequence[Sequence[str]]) -> list[str]:
+    """What the marks in some rows of a table say."""
+    said = {
+        "*": "* ours and theirs are of different runs.",
+        "^": "^ theirs compiled beside others, which takes longer; ours compiled alone, because it times kernels.",
+    }
+    return [note for mark, note in said.items() if any(mark in cell for row in rows for cell in row)]
 
 
 def case_rows(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -184,7 +204,7 @@ def contender_rows(table: Table) -> tuple[list[str], list[list[str]]]:
                 ratio = table.ratio(case, name, "ms") if name != OURS else None
                 cells[0], cells[1] = f"{ms['median']:.3f}", f"{ms['low']:.3f} .. {ms['high']:.3f}"
                 cells[2] = "-" if peak is None else f"{peak / 1e9:.3f}"
-                cells[3] = f"{entry['compile_seconds']:.1f}{'' if entry.get('alone', True) else ' (not alone)'}"
+                cells[3] = compile_text(entry)
                 cells[4] = "" if ratio is None else f"{ratio[0]:.3f}{'' if table.one_run(case, name) else '*'}"
             if entry.get("distance") is not None:
                 cells[5] = f"{entry['distance']:.1e}{'' if entry['status'] == 'agrees' else ' DISAGREES'}"
@@ -198,9 +218,16 @@ def entry_text(entry: Entry | None) -> str:
     if entry["status"] != "agrees" or "ms" not in entry:
         return "losses disagree" if entry["status"] == "disagrees" else "failed"
     peak = entry.get("peak_bytes")
-    alone = "" if entry.get("alone", True) else " (not alone)"
     memory = "-" if peak is None else f"{peak / 1e9:.2f}"
-    return f"{entry['ms']['median']:.2f}, {memory}, {entry['compile_seconds']:.1f}{alone}"
+    return f"{entry['ms']['median']:.2f}, {memory}, {compile_text(entry)}"
+
+
+def compile_text(entry: Entry) -> str:
+    """Seconds to the first step, and how many others compiled meanwhile."""
+    words = " (warm)" if entry.get("warm") else ""
+    if not entry.get("alone", True):
+        words += f" (beside {entry['beside']})" if "beside" in entry else " (not alone)"
+    return f"{entry['compile_seconds']:.1f}{words}"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -222,26 +249,25 @@ def markdown(entries: Sequence[Entry], bars: Sequence[Bar]) -> str:
     if not entries:
         return "Nothing has been measured yet: `wholestep bench --json bench/results/bench.json`.\n"
     lines: list[str] = []
-    mixed = False
+    shown: list[Sequence[str]] = []
     for (device, _, _), found in machines(entries).items():
         table = Table(found)
         lines += [f"**{about(found)}**", ""]
         own = [bar for bar in bars if bar.device == device]
         if own:
             rows = bar_rows(table, own)
-            mixed |= any("*" in row[3] for row in rows)
+            shown += rows
             lines += [*markdown_table(BAR_COLUMNS, rows), ""]
         columns, cases = case_rows(table)
-        mixed |= any("*" in row[-2] for row in cases)
+        shown += cases
         lines += [*markdown_table(columns, cases), ""]
     lines.append(
         "Ratios are ours / theirs: lower is better. Each contender has a process of its own, all take turns; medians "
         "of blocks of steps. Losses must agree before a time counts. Convolutional networks of images are laid out "
         "channels last for everybody; AdamW by PyTorch's fused kernels; bf16 is `torch.autocast` for PyTorch. Compile "
-        "time: from the call to the end of the first step, with empty caches."
+        "time: from the call to the end of the first step, with empty caches; (beside n): n others compiled meanwhile."
     )
-    if mixed:
-        lines.append("\\* ours and theirs are of different runs.")
+    lines += [f"\\{note}" for note in notes(shown)]
     return "\n".join(lines) + "\n"
 
 

@@ -7,9 +7,11 @@ not mistaken for one. The process works only between an order and its answer.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import time
@@ -28,7 +30,8 @@ from .workload import Batch, Case, Workload, build
 WARM = 2
 LEAST, MOST = 3, 200
 PROFILED = 3
-HOST_TIMES = 20
+#: calls whose host time is taken: as many as fit these seconds
+HOST_SECONDS, HOST_LEAST, HOST_MOST = 0.3, 8, 20
 
 
 class Worker:
@@ -140,7 +143,7 @@ class Worker:
         trainer = self.trainer
         assert trainer is not None
         if self.steps == 0:
-            once = min(self.block(trainer, 1) for _ in range(2))
+            once = self.block(trainer, 1)
             self.steps = min(max(LEAST, math.ceil(order["seconds"] / once)), MOST)
         seconds = self.block(trainer, self.steps)
         return {"seconds": seconds, "steps": self.steps}
@@ -159,28 +162,30 @@ class Worker:
         """On a GPU: how long the host is busy with a step, and what the device runs in one.
 
         Host time is from the call of a step to its return, without the learning rate's schedule: with nothing in the
-        device's queue, and per step of some in a row (where a full queue makes the host wait).
+        device's queue, and per step of as many in a row (where a full queue makes the host wait).
         """
         assert self.trainer is not None
         if self.device != "cuda" or self.trainer.jax is not None:
             return {}
         step, alone = self.trainer.step, []
-        for _ in range(HOST_TIMES):
+        times = min(max(HOST_LEAST, math.ceil(HOST_SECONDS / self.block(self.trainer, 1))), HOST_MOST)
+        for _ in range(times):
             self.wait()
             start = time.perf_counter()
             step(self.batch)
             alone.append(time.perf_counter() - start)
         self.wait()
         start = time.perf_counter()
-        for _ in range(HOST_TIMES):
+        for _ in range(times):
             step(self.batch)
-        queued = (time.perf_counter() - start) / HOST_TIMES
+        queued = (time.perf_counter() - start) / times
         self.wait()
         ran, _ = profiles.traced(lambda: step(self.batch), self.device, 1, listing=False)
         others = [each for each in ran if each.name.startswith(("Memcpy", "Memset"))]
         return {
             "host_us": statistics.median(alone) * 1e6,
             "host_us_queued": queued * 1e6,
+            "host_calls": times,
             "kernels": len(ran) - len(others),
             "copies_and_fills": len(others),
         }
@@ -257,5 +262,6 @@ def answers(number: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def main(import_seconds: float) -> None:
+    faulthandler.register(signal.SIGUSR1)  # says in the log what it is doing
     with answers(int(sys.argv[1])) as answer:
         serve(sys.stdin, answer, import_seconds)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 
 from wholestep.bench import page, profile, record, summary
 from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, MODES, OURS, PRECISIONS
-from wholestep.bench.race import Race, Settings
+from wholestep.bench.field import LEAST_SECONDS, Field, Spent
+from wholestep.bench.race import Race
 from wholestep.bench.results import Results, circumstances
+from wholestep.bench.runner import Settings
 from wholestep.bench.workload import NETWORKS, Case, cases, networks
 from wholestep.cli.console import Console
 from wholestep.errors import InputError
@@ -30,8 +33,6 @@ from wholestep.options import near
 HELP = f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none; with a budget of memory: " + ", ".join(
     f"{name}:0.7" for name in BUDGETED
 )
-#: seconds below which no further case is begun
-LEAST_SECONDS = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", action="store_true", help="time and bytes by kernel family, ours beside the others")
     add(
         "--together",
-        action="store_true",
-        help="contenders that time no kernels compile at once; timing is always alone",
+        nargs="?",
+        type=cases_at_once,
+        const=1,
+        default=0,
+        metavar="N",
+        help="contenders that time no kernels compile at once, those of N cases (default 1); timing is always alone",
     )
     add("--limit", type=positive, default=300.0, metavar="S", help="seconds that one contender may work (default 300)")
     add("--seconds", type=positive, default=3600.0, metavar="S", help="seconds for everything (default 3600)")
@@ -114,28 +119,48 @@ def measure(
         console.line(f"[{time.monotonic() - began:6.1f} s] {text}")
         console.stream.flush()  # whoever reads a file of it sees how far it is
 
-    for case in wanted:
-        left = args.seconds - (time.monotonic() - began)
-        if left < min(LEAST_SECONDS, args.seconds / 2):
-            say(f"{case}: not begun, {left:.0f} s are left")
-            continue
-        where = circumstances(settings.device, settings.threads, command)
-        known = None if EAGER in contenders else results.reference(case, settings.precision, where, settings.steps)
-        limit = min(settings.limit, left)
-        race = Race(case, replace(settings, limit=limit), say, time.monotonic() + left, known)
-        found = race.run(contenders, Race.profiling if settings.profile else Race.timing)
-        who: dict[str, Any] = {"network": case.network, "size": case.size, "precision": settings.precision}
-        who["race"] = f"{where['date']} {secrets.token_hex(3)}"
-        for name, entry in found.items():
-            whole = who | {"contender": name} | where | entry
-            for each in (results, measured):
-                if settings.profile and "profile" in whole:
-                    each.merge_profile(whole)
-                elif not settings.profile or each is measured:
-                    each.merge(whole)
+    def keep(where: Mapping[str, Any], race: Race) -> None:
+        merge(race, where, settings, results, measured)
         if args.json:
             results.save(Path(args.json))
+
+    waiting, spent, deadline = list(wanted), None, began + args.seconds
+    while waiting:
+        left = deadline - time.monotonic()
+        count = min(max(1, settings.together), len(waiting), fitting(spent, left, args.seconds))
+        if count == 0:
+            say(f"{', '.join(map(str, waiting))}: not begun, {left:.0f} s are left")
+            break
+        group, waiting = waiting[:count], waiting[count:]
+        where = circumstances(settings.device, settings.threads, command)
+        where["race"] = f"{where['date']} {secrets.token_hex(3)}"
+        limited = replace(settings, limit=min(settings.limit, left))
+        races = []
+        for case in group:
+            known = None if EAGER in contenders else results.reference(case, settings.precision, where, settings.steps)
+            races.append(Race(case, contenders, limited, say, deadline, known))
+        field = Field(races, settings.together > 0, deadline, say)
+        spent = field.run(Race.profiling if settings.profile else Race.timing, partial(keep, where))
     return measured
+
+
+def merge(race: Race, where: Mapping[str, Any], settings: Settings, results: Results, measured: Results) -> None:
+    """Puts what was found of a case into all results and into those of this run."""
+    who = {"network": race.case.network, "size": race.case.size, "precision": settings.precision}
+    for name, entry in race.entries.items():
+        whole = who | {"contender": name} | dict(where) | entry
+        for each in (results, measured):
+            if settings.profile and "profile" in whole:
+                each.merge_profile(whole)
+            elif not settings.profile or each is measured:
+                each.merge(whole)
+
+
+def fitting(spent: Spent | None, left: float, whole: float) -> int:
+    """How many further cases can be finished, if they take as long as those before."""
+    if left < min(LEAST_SECONDS, whole / 2):
+        return 0
+    return sys.maxsize if spent is None else spent.fitting(left)
 
 
 # ---- what is shown and written ---------------------------------------------------------------------------------------
@@ -151,7 +176,10 @@ def show(console: Console, results: Results, args: argparse.Namespace) -> None:
         console.table(*summary.contender_rows(table), left=2)
         own = [bar for bar in bars if bar.device == device]
         if own:
-            console.table(summary.BAR_COLUMNS, summary.bar_rows(table, own), left=2)
+            rows = summary.bar_rows(table, own)
+            console.table(summary.BAR_COLUMNS, rows, left=2)
+            for note in summary.notes(rows):
+                console.line(note)
         for entry in entries:
             if entry["status"] != "agrees":
                 console.line(f"{entry['network']}@{entry['size']} {entry['contender']}: {page.reason(entry)}")
@@ -254,6 +282,14 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def cases_at_once(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of cases; name networks before it, or write --together=1"
+        )
+    return int(text)
 
 
 def count(text: str) -> int:
