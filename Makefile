@@ -6,11 +6,11 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PINS   := $(VENV)/pins.txt
-PIP    := $(PY) -m pip install -qq --disable-pip-version-check
+PIP    := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
 # Two workers, one thread each: torch would otherwise start a pool of threads in every worker.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-.PHONY: help demo test lint format types docs coverage-docs bench-ir doctor clean
+.PHONY: help demo test pytest lint ruff types format docs coverage-docs bench-ir doctor clean
 
 help:
 	@echo 'make demo      train a small GPT for about a minute, eagerly and compiled'
@@ -26,12 +26,20 @@ demo: $(VENV)/.run
 doctor: $(VENV)/.run
 	@$(PY) -m wholestep doctor
 
-test: lint
+# What ruff finds is said at once; types are checked while the tests run.
+test: ruff
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: $(VENV)/.test
 	@$(PYTEST)
 
-lint: $(VENV)/.test
+lint: ruff types
+
+ruff: $(VENV)/.test
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+
+types: $(VENV)/.test
 	@$(PY) -m mypy
 
 format: $(VENV)/.test

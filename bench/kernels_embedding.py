@@ -9,9 +9,7 @@ everything for sm_90 and counts registers and spills; `TRITON_INTERPRET=1 ... --
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,15 +22,14 @@ import triton
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.kernel_clock import as_graph, in_turns, publish  # noqa: E402
 from wholestep.backends import embedding  # noqa: E402
-from wholestep.backends.embedding import CONFIGS, Config, Problem  # noqa: E402
+from wholestep.backends.embedding import CONFIGS, Config, Places, Problem  # noqa: E402
 from wholestep.backends.providers import Offer  # noqa: E402
 from wholestep.backends.triton.compiling import digest  # noqa: E402
 from wholestep.backends.triton.compiling import run as compile_jobs  # noqa: E402
 
 ROUNDS = 15
-#: more than any L2 cache of today
-FLUSH_BYTES = 256 * 2**20
 #: what rounding may change, as a share of the value and of the sum of absolute values
 TOLERANCE = {torch.float32: (2**-23, 1e-6), torch.bfloat16: (2**-8, 1e-6)}
 #: beside those that the provider offers
@@ -98,7 +95,7 @@ def label(config: Config) -> str:
 def offers_of(table: Table) -> dict[str, Offer]:
     widest = embedding.power_of_two(table.columns)
     configs = dict.fromkeys(replace(c, columns=min(c.columns, widest)) for c in (*CONFIGS, *MORE))
-    return {label(c): embedding.offer(table.problem, (0, 1, 2), c) for c in configs}
+    return {label(c): embedding.offer(table.problem, Places((0,), (1,), (2,)), c) for c in configs}
 
 
 def compile_all(capability: int) -> list[dict[str, Any]]:
@@ -126,47 +123,6 @@ def compile_table(found: list[dict[str, Any]]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
-
-
-def replayed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph where that can be, so that the host's time does not count."""
-    if not torch.cuda.is_available():
-        return call
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay(held: Callable[[], Any] = call) -> None:  # the graph does not keep its tensors
-        graph.replay()
-
-    return replay
-
-
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median microseconds of each."""
-    samples: dict[str, list[Any]] = {name: [] for name in calls}
-    if not torch.cuda.is_available():
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            samples[name].append(1e6 * (time.perf_counter() - begin))
-        return {name: statistics.median(taken) for name, taken in samples.items()}
-    cache = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            begin.record()
-            call()
-            end.record()
-            if turn:
-                samples[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {name: 1e3 * statistics.median(b.elapsed_time(e) for b, e in taken) for name, taken in samples.items()}
 
 
 def wrong(found: torch.Tensor, wanted: torch.Tensor, spread: torch.Tensor) -> str:
@@ -212,7 +168,7 @@ def measure(table: Table, how: str, built: dict[str, Any], device: str) -> dict[
         if fault:
             faults[name] = fault
         else:
-            calls[name] = replayed(call)
+            calls[name] = as_graph([call])
     del wanted, spread, zeros
     aten = torch.ops.aten.embedding_dense_backward.default
     graph = True
@@ -221,12 +177,12 @@ def measure(table: Table, how: str, built: dict[str, Any], device: str) -> dict[
         out.copy_(aten(dy, indices, table.rows, -1, False))
 
     try:
-        calls["aten"] = replayed(atens)
+        calls["aten"] = as_graph([atens])
     except RuntimeError:  # it waits for the host in the middle: timed as it is launched
         graph = False
         torch.cuda.synchronize()
         calls["aten"] = atens
-    times = in_turns(calls, ROUNDS)
+    times = in_turns(calls, ROUNDS if device == "cuda" else 1)
     return {"table": table.name, "rows": how, "aten": times.pop("aten"), "aten in a graph": graph, "ours": times,
             "faults": faults, "bytes": table.bytes}  # fmt: skip
 
@@ -274,11 +230,7 @@ def main() -> int:
             f"{ROUNDS if cuda else 1}, L2 flushed. Compiling took {compiled:.0f} s, everything "
             f"{time.perf_counter() - begin:.0f} s.\n\n{text_of(figures)}"
         )
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    publish(text, figures, options.out)
     return 1 if failed else 0
 
 

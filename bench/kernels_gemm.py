@@ -9,10 +9,8 @@ compiles everything for sm_90 and says what it needs; `TRITON_INTERPRET=1 ... --
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.kernel_clock import as_graph, in_turns, publish  # noqa: E402
 from wholestep.backends.kernels import Spec  # noqa: E402
 from wholestep.backends.triton import contraction, generate  # noqa: E402
 from wholestep.dialects.step import StepBuilder  # noqa: E402
@@ -358,49 +357,6 @@ def fault(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
     return ""
 
 
-def graph(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """Ten calls, in turn on every set of tensors, as one CUDA graph."""
-    if not torch.cuda.is_available():
-        return lambda: [call() for call in calls]
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for i in range(CALLS):
-            calls[i % len(calls)]()
-
-    def replay(held: Sequence[Callable[[], Any]] = calls) -> None:  # the graph does not keep their tensors
-        captured.replay()
-
-    return replay
-
-
-def in_turns(graphs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median microseconds per call of each."""
-    cuda = torch.cuda.is_available()
-    taken: dict[str, list[Any]] = {name: [] for name in graphs}
-    for turn in range(rounds + 1):
-        for name, replay in graphs.items():
-            if cuda:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                replay()
-                end.record()
-                if turn:
-                    taken[name].append((begin, end))
-            else:
-                start = time.perf_counter()
-                replay()
-                taken[name].append(time.perf_counter() - start)
-    if cuda:
-        torch.cuda.synchronize()
-        return {n: statistics.median(b.elapsed_time(e) for b, e in t) * 1000 / CALLS for n, t in taken.items()}
-    return {n: statistics.median(t) * 1e6 for n, t in taken.items()}
-
-
 @dataclass
 class Job:
     """A case with its generated kernels and their candidates."""
@@ -467,9 +423,9 @@ class Bench:
             if wrong:
                 faults[candidate.name] = wrong
             else:
-                graphs[candidate.name] = graph(calls)
+                graphs[candidate.name] = as_graph(calls, CALLS)
         graphs["cuBLAS alone"], graphs["apart"] = self.apart(job, tensors, right, faults)
-        times = in_turns(graphs, self.rounds)
+        times = {name: us / CALLS for name, us in in_turns(graphs, self.rounds, flush=False).items()}
         own = {c.name: times[c.name] for c in job.own if c.name in times}
         best = min(own, key=lambda n: own[n]) if own else ""
         return {
@@ -511,14 +467,15 @@ class Bench:
         wrong = fault(outputs[0], right)
         if wrong:
             faults["cuBLAS and kernels"] = wrong
-        return graph(products), graph(sequences)
+        return as_graph(products, CALLS), as_graph(sequences, CALLS)
 
     def quicker(
         self, kernel: Kernel, options: Sequence[generate.Candidate], job: Job, v: dict[str, torch.Tensor]
     ) -> generate.Candidate:
         values = {**v, "y": torch.zeros(job.y.shape, dtype=torch_dtype(job.y.element), device=self.device)}
         calls = {o.name: self.call(kernel, o, values, blank(kernel.outputs, self.device)) for o in options}
-        times = in_turns({name: graph([call]) for name, call in calls.items()}, min(self.rounds, 3))
+        graphs = {name: as_graph([call], CALLS) for name, call in calls.items()}
+        times = in_turns(graphs, min(self.rounds, 3), flush=False)
         return min(options, key=lambda o: times[o.name])
 
 
@@ -598,11 +555,7 @@ def main() -> int:
             f"{CALLS} calls on {bench.sets} sets of tensors. {len(every)} kernels compiled in {compiled:.0f} s, "
             f"everything {time.perf_counter() - begin:.0f} s.\n\n{table(figures)}"
         )
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    publish(text, figures, options.out)
     return 1 if any(f.get("faults") or f.get("error") for f in figures) else 0
 
 

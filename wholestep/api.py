@@ -31,6 +31,7 @@ from .plan.plan import Plan
 from .plan.planner import Planned, planned_function
 from .runtime.batches import first_micro_batch, flattened
 from .runtime.fusions import parts_of
+from .runtime.replay import build_ahead
 from .runtime.report import machine_of
 from .runtime.saved import read_step, reading
 from .runtime.static import StaticStep, check_fits
@@ -50,6 +51,8 @@ from .transforms import (  # noqa: F401  (they register)
     offload,
     recompute,
     regenerate,
+    row_gradients,
+    symmetric_product,
     wide_loss,
 )
 from .transforms import pad as filled_products  # noqa: F401
@@ -62,7 +65,7 @@ PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
 BY_ITSELF = {"cuda": ("channels_last",)}
 #: the same after those, all opportunities of one at once: there may be hundreds
-ALL_AT_ONCE = ("direct", "pad", "pointwise_convolution")
+ALL_AT_ONCE = ("symmetric_product", "direct", "pad", "pointwise_convolution")
 
 
 def compile(
@@ -186,6 +189,10 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     check_model(step.model, step.loss_fn, step.optimizer, batch)
     clock = time.perf_counter
     start = clock()
+    device = device_of(step.model, step.loss_fn)
+    fuses = choices_of(step, device) is not None  # compilers of kernels start while Python captures
+    if device.type == "cuda":
+        build_ahead()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
     captured_at = clock()
     with collector_paused():  # a program is a large graph that stays: collecting it again and again finds nothing
@@ -193,7 +200,6 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
-    device = device_of(step.model, step.loss_fn)
     policy = whatever(*BY_ITSELF[device.type]) if options.level and device.type in BY_ITSELF else do_nothing
     recipe = transform(
         program.module,
@@ -203,11 +209,11 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=not_fused(options.forbid),
         levels=range(1, options.level + 1),
     )
-    fuses = choices_of(step, device) is not None
     if policy is not do_nothing and not options.recipe:
         # op by op it would write logits in f32; under a budget the loss may go in chunks
         wide = ("wide_loss",) if fuses and options.memory_budget is None else ()
-        recipe += take(program.module, (*ALL_AT_ONCE, *wide), not_fused(options.forbid))
+        rows = ("row_gradients",) if fuses else ()  # who does not fuse would write the whole gradient all the same
+        recipe += take(program.module, (*ALL_AT_ONCE, *wide, *rows), not_fused(options.forbid))
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")

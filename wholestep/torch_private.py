@@ -159,6 +159,13 @@ def silent_fakes() -> Iterator[None]:
         log.disabled = before
 
 
+def clear_cublas_workspaces() -> None:
+    """Gives back the memory that cuBLAS keeps per stream that ran a product; the next product takes it again."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # absent where torch is built without CUDA
+    if clear is not None:
+        clear()
+
+
 def has_kernel(operator: Any, device: str) -> bool:
     """Whether an operator has a kernel written for this kind of device; where torch has none, that of the CPU tells."""
     schema = operator._schema

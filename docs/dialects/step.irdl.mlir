@@ -1334,6 +1334,34 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
   }
+  irdl.operation @row_sums {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "#builtin.integer"
+    %c4 = irdl.base "#builtin.integer"
+    %c5 = irdl.is f64
+    %c6 = irdl.is f32
+    %c7 = irdl.is bf16
+    %c8 = irdl.is f16
+    %c9 = irdl.is f8E4M3FN
+    %c10 = irdl.is f8E5M2
+    %c11 = irdl.is i64
+    %c12 = irdl.is i32
+    %c13 = irdl.is i16
+    %c14 = irdl.is i8
+    %c15 = irdl.is ui64
+    %c16 = irdl.is ui32
+    %c17 = irdl.is ui16
+    %c18 = irdl.is ui8
+    %c19 = irdl.is i1
+    %c20 = irdl.is complex<f32>
+    %c21 = irdl.is complex<f64>
+    %c22 = irdl.any_of(%c5, %c6, %c7, %c8, %c9, %c10, %c11, %c12, %c13, %c14, %c15, %c16, %c17, %c18, %c19, %c20, %c21)
+    irdl.operands(dys: variadic %c0, indices: variadic %c1)
+    irdl.results(ys: variadic %c2)
+    irdl.attributes { "rows" = %c3, "padding_idx" = %c4, "dtype" = %c22 }
+  }
   irdl.operation @rprop {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -1514,6 +1542,13 @@ irdl.dialect @step {
     irdl.operands(x: %c0)
     irdl.results(values: %c1, indices: %c2)
     irdl.attributes { "dim" = %c3, "descending" = %c6, "stable" = %c9 }
+  }
+  irdl.operation @spread_rows {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    irdl.operands(sums: %c0, places: %c1)
+    irdl.results(y: %c2)
   }
   irdl.operation @sqrt {
     %c0 = irdl.base "!builtin.tensor"

@@ -6,19 +6,16 @@ Triton reads TRITON_INTERPRET when it is imported, so its kernels are run in a c
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import wholestep as ws
+from tests import warm
 from wholestep.backends import cpp
 from wholestep.backends.batched import ByAddress
 from wholestep.backends.providers import Cpp, Region, Triton, forget_provider, register_provider
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = torch.zeros(5, 7)
 compiler = pytest.mark.skipif(bool(cpp.missing()), reason="no C++ compiler")
 
@@ -133,13 +130,7 @@ def test_a_table_per_set_of_tensors():
 
 def test_triton_in_the_interpreter():
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.backends.test_batched"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = warm.run(["-m", "tests.backends.test_batched"], os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 

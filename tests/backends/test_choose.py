@@ -5,9 +5,8 @@ Providers here are made of ATen's own kernels with something done to them.
 
 from __future__ import annotations
 
+import os
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests import warm
 from tests.dialects.loop.provider import registered
 from tests.runtime.runs import adamw, data, fresh
 from wholestep.backends import choose, providers
@@ -297,8 +297,8 @@ def test_the_version_of_a_provider_is_its_source(tmp_path: Path, monkeypatch: py
     assert Cpp().version == Cpp().version != ""
     for folder in ("backends/triton", "backends/cpp", "dialects/loop", "transforms"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("backends/providers.py", "backends/depthwise.py", "backends/embedding.py", "transforms/loops.py"):
-        (tmp_path / file).write_text("pass")
+    for file in ("backends/providers", "transforms/loops", *(f"backends/{name}" for name in Triton.templates)):
+        (tmp_path / f"{file}.py").write_text("pass")
     monkeypatch.setattr(providers, "__file__", str(tmp_path / "backends/providers.py"))
     found = [Triton().version]
     for file in ("backends/triton/text.py", "backends/depthwise.py", "dialects/loop/ops.py", "transforms/loops.py"):
@@ -395,7 +395,7 @@ def test_what_was_light_is_tried_in_every_way_where_it_is_heavy(tmp_path: Path) 
 def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "HEAVY", 1.0)
     provider = Several()
-    provider.waits = {"first": 8e-3, "second": 2e-3, "third": 5e-3, "fourth": 8e-3, "fifth": 8e-3}
+    provider.waits = {"first": 8e-3, "second": 2e-3, "third": 5e-3, "fourth": 8e-3}
     Choices(CPU, [provider]).decide([region(16), region(16), region(8)])
     assert provider.tried[16] == [*provider.waits]
     assert provider.tried[8][:2] == ["first", "second"] and len(provider.tried[8]) == 3  # (with the best two)
@@ -403,6 +403,72 @@ def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: 
     other.waits = provider.waits
     Choices(CPU, [other]).decide([region(16), region(16), region(8, lambda b, x, y: b.add(x, y))])
     assert other.tried == {16: [*provider.waits], 8: [*provider.waits]}
+
+
+def test_ways_are_alike_by_their_names() -> None:
+    aten, names = Aten(), ["dot 64x64x64 s4 w4", "dot 64x128x256 by264 s2 w8", "dot 128x128x64 by132 s3 w4"]
+    pairs = [(aten, Offer(name, name)) for name in names]
+    found = choose.most_like(["aten:dot 64x128x128 by132 s2 w8", "aten:dot 64x32x64 s4 w4"], pairs)
+    assert [offer.name for _, offer in found] == [names[1], names[0]]
+    assert choose.most_like(["aten:dot"], []) == []
+
+
+def test_what_runs_as_fast_as_memory_is_left_at_its_first_guess(tmp_path: Path) -> None:
+    def decide(bandwidth: float) -> Several:
+        provider = Several()
+        store = Store(str(bandwidth), tmp_path)
+        choices = Choices(CPU, [provider], store, bandwidth=bandwidth)
+        choices.decide([wanted])
+        kept = store.get(choices.store_key(wanted.key))
+        assert kept is not None and kept.whole  # nothing else is worth trying, so the next compile does not either
+        return provider
+
+    wanted = region(8)
+    assert decide(1.0).tried == {8: ["first"]}  # (in a second one byte moves)
+    assert decide(1e30).tried == {8: ["first", "second", "third"]}
+
+
+class Compiling:
+    """Compiles what was added last first, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def add(self, offered: Sequence[Any], perhaps: bool = False) -> frozenset[str]:
+        self.log.append((tuple(f"{name} {region.operands[0].shape[0]}" for name, region in offered), perhaps))
+        return frozenset()
+
+    def first_done(self, begun: Sequence[frozenset[str]]) -> int:
+        return len(begun) - 1
+
+    def drop(self) -> None:
+        self.log.append("drop")
+
+
+def test_regions_are_measured_as_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generating(Several, providers.Generator):
+        name = "several"
+        package, version = "none", ""
+        code = type("Code", (), {})()  # type: ignore[assignment]
+        offers, build = Several.offers, Several.build
+
+    compiling, order = Compiling(), []
+    Generating.code.ahead = lambda: compiling
+    true = Choices.attempt
+    monkeypatch.setattr(
+        Choices, "attempt", lambda self, c, b: order.append(c.region.operands[0].shape[0]) or true(self, c, b)
+    )
+    choices = choose.choices_for(CPU, [Generating()], True, Store("machine", tmp_path))
+    choices.decide([region(8), region(16)])
+    assert order[:2] == [16, 8]  # what is compiled first
+    assert compiling.log[:3] == ["start", (("first 8",), False), (("first 16",), False)]
+    assert (("second 16", "third 16"), True) in compiling.log  # what may be tried later, behind what is waited for
+    assert compiling.log[-1] == "drop"
+    choose.choices_for(CPU, [Generating()], True, Store("machine", tmp_path))
+    assert compiling.log.count("start") == 1  # what was measured before needs no compiler
 
 
 @pytest.mark.parametrize("bad", [ValueError("no registers"), nothing_written(None)])  # type: ignore[arg-type]
@@ -463,11 +529,6 @@ def test_a_step_with_a_bad_provider_is_right(how: str, tmp_path: Path, monkeypat
 
 
 TUNE = """
-import sys, torch
-sys.path.insert(0, {root!r})
-torch.set_num_threads(1)
-from torch import nn
-import wholestep as ws
 from tests.backends.test_choose import losses
 from tests.dialects.loop.provider import LoopReference, registered
 with registered(LoopReference):
@@ -477,19 +538,10 @@ print([round(x, 4) for x in found])
 
 
 def test_two_processes_tune_the_same_model_at_once(tmp_path: Path) -> None:
-    import os
-
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "WHOLESTEP_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TUNE.format(root=root)]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=120) for process in running]
-    assert [p.returncode for p in running] == [0, 0], said
+    done = warm.run_at_once(2, ["-c", TUNE], {**os.environ, "WHOLESTEP_CACHE": str(tmp_path)})
+    assert [d.returncode for d in done] == [0, 0], done
     true = [round(x, 4) for x in losses(providers=["aten"])[0]]
-    assert [out.strip() for out, _ in said] == [str(true)] * 2
-    assert all("Traceback" not in err for _, err in said)
+    assert [d.stdout.strip() for d in done] == [str(true)] * 2
+    assert all("Traceback" not in d.stderr for d in done)
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         assert database.execute("SELECT count(*) FROM choices").fetchone()[0] > 0

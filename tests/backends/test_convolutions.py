@@ -5,14 +5,17 @@ cuDNN itself needs a GPU; here a stand-in behind its operator shows that it is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from wholestep.backends.convolutions import convolve, in_parts
+from wholestep.backends.convolutions import convolve, in_parts, one_convolution
+from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Kernel, Operand, spec_of, trace
+from wholestep.dialects.step import StepBuilder, tensor_type
+from wholestep.ir import add_function, finish_function, module
 
 aten = torch.ops.aten
 LAST = torch.channels_last
@@ -87,23 +90,46 @@ def test_the_parts_give_the_same_bits(shapes: Any) -> None:
     torch.testing.assert_close(parts(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_cudnn_is_called_with_the_arguments_of_the_convolution() -> None:
-    asked: list[tuple] = []
+@pytest.fixture
+def asked() -> Iterator[list[tuple]]:
+    """A stand-in for cuDNN, and how it was called."""
+    calls: list[tuple] = []
 
     def stand_in(x, w, padding, stride, dilation, groups, benchmark, deterministic, tf32, *, out):  # type: ignore[no-untyped-def]
-        asked.append((benchmark, deterministic, tf32))
+        calls.append((benchmark, deterministic, tf32))
         return out.copy_(torch.nn.functional.conv2d(x, w, None, stride, padding, dilation, groups))
 
     library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl("cudnn_convolution.out", stand_in, "CPU")
-        x, w = tensors([(2, 8, 12, 15), (6, 4, 3, 2)])
-        args = (x, w, None, (2, 1), (1, 3), (1, 2), False, (0, 0), 2)
-        want = aten.convolution.default(*args)
-        out = torch.full_like(want, float("nan"))
-        convolve(*args, out=out)
-    finally:
-        del library  # takes the stand-in out again
+    library.impl("cudnn_convolution.out", stand_in, "CPU")
+    yield calls
+    del library  # takes the stand-in out again
+
+
+def test_cudnn_is_called_with_the_arguments_of_the_convolution(asked: list[tuple]) -> None:
+    x, w = tensors([(2, 8, 12, 15), (6, 4, 3, 2)])
+    args = (x, w, None, (2, 1), (1, 3), (1, 2), False, (0, 0), 2)
+    want = aten.convolution.default(*args)
+    out = torch.full_like(want, float("nan"))
+    convolve(*args, out=out)
     torch.testing.assert_close(out, want)
     cudnn = torch.backends.cudnn
     assert asked == [(cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)]
+
+
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=str)
+def test_a_region_of_one_convolution_is_timed_as_a_plan_runs_it(asked: list[tuple], layout: Any) -> None:
+    """Where the layout that it asks for is the one there; otherwise a copy would be part of it."""
+    w, x = tensors([WEIGHT, IMAGE], layout)
+    function = add_function(module(), "f", [tensor_type(t) for t in (w, x)])
+    b, (kernel, image) = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
+    y = b.conv(b.layout(image, order=(0, 2, 3, 1)), kernel, stride=(2, 1), padding=(1, 0), dilation=(1, 1))
+    finish_function(function, [y])
+    run = one_convolution(region_of(function, None, [spec_of(w), spec_of(x)], torch.device("cuda")))
+    assert (run is None) == (layout is not LAST)
+    assert one_convolution(region_of(function, None, [spec_of(w), spec_of(x)], torch.device("cpu"))) is None
+    if run is not None:
+        want = torch.nn.functional.conv2d(x, w, None, (2, 1), (1, 0))
+        out = torch.full_like(want, float("nan"))
+        run(w, x, out)
+        torch.testing.assert_close(out, want)
+        assert len(asked) == 1

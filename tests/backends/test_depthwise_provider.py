@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import warm
 from wholestep.backends import depthwise
 from wholestep.backends.choose import empty
 from wholestep.backends.generated import kernel_of, region_of
@@ -32,7 +30,6 @@ from wholestep.transforms import again, regions
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PARTS = ("conv", "conv_input_grad", "conv_weight_grad")
 IMAGE, WEIGHT = (2, 8, 7, 5), (8, 1, 3, 3)
 
@@ -315,10 +312,8 @@ def check_around() -> Iterator[tuple[str, float]]:
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> dict[str, Any]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    environment["WHOLESTEP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    call = [sys.executable, "-c", "from tests.backends.test_depthwise_provider import child; child()"]
-    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "WHOLESTEP_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    done = warm.run(["-c", "from tests.backends.test_depthwise_provider import child; child()"], environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from wholestep.backends import embedding
-from wholestep.backends.embedding import Config, Problem
+from wholestep.backends.embedding import Config, Places, Problem
 from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import Region, Triton, register_provider
@@ -29,7 +27,6 @@ from wholestep.ir.types import BF16, F32, F64, I32, I64, TensorType
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GUARD = 512
 
 
@@ -73,7 +70,7 @@ def test_gradients_of_embeddings_are_regions_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     "onto, more, yes",
-    [(0, {}, True), (1, {}, False), (0, {"accumulate": False}, False), (0, {"dims": (1,)}, False)],
+    [(0, {}, True), (1, {}, False), (0, {"accumulate": False}, False), (0, {"dims": (1,)}, True)],
 )
 def test_rows_added_to_zeros_are_the_same_thing(onto: int, more: dict[str, Any], yes: bool) -> None:
     function = add_function(module(), "f", [TensorType((5, 7), F32), TensorType((5,), I64)])
@@ -91,6 +88,7 @@ def test_rows_added_to_zeros_are_the_same_thing(onto: int, more: dict[str, Any],
         assert Own().claims(found) == ""
         problem = Own().offers(found)[0].made.problem
         assert problem.from_end and (problem.tokens, problem.rows, problem.columns) == (5, 7, 7)
+        assert problem.across == bool(more)
 
 
 def test_tokens_may_lie_apart_but_at_two_distances() -> None:
@@ -176,7 +174,8 @@ def error(case: tuple[int, int, int, str, str, int, str], config: Config) -> flo
     if how == "evenly":
         indices = indices[:, 0].contiguous()[:, None]
     walks = embedding.walk_of((tokens,), (dy.stride(0),)), 1, embedding.walk_of((tokens,), (indices.stride(0),))
-    offer = embedding.offer(Problem(tokens, rows, columns, padding, *walks, dtype, index_dtype), (0, 1, 2), config)
+    problem = Problem(tokens, rows, columns, padding, *walks, dtype, index_dtype)
+    offer = embedding.offer(problem, Places((0,), (1,), (2,)), config)
     out = guarded(rows, columns, dtype=dtype)
     run = embedding.build([offer])[offer.key]
     assert not isinstance(run, Exception)
@@ -208,6 +207,59 @@ class Net(nn.Module):
         return torch.stack([*looked_up, shifts, self.places(places).sum(1)], 1).sin().square().mean()
 
 
+def wrong_pairs(config: Config) -> float:
+    """The largest error of x[:, i, j]'s gradient: pairs of indices, some from the end, some named often."""
+    torch.manual_seed(2)
+    function = add_function(
+        module(), "f", [TensorType((3, 5, 13), F32), TensorType((13,), I64), TensorType((13,), I64)]
+    )
+    block = function.regions[0].block
+    b = StepBuilder(block, phase="backward")
+    dy, i, j = block.arguments
+    put = b.index_put(b.full(0, (3, 5, 4, 6), F32), [i, j], dy, dims=(2, 3), accumulate=True)
+    found = region(finish_function(function, [put]))
+    assert Own().claims(found) == ""
+    problem, places = embedding.problem_of(found) or pytest.fail("it is not taken")
+    offer = embedding.offer(problem, places, config)
+    run = embedding.build([offer])[offer.key]
+    given = torch.randn(3, 5, 13), torch.randint(-4, 4, (13,)), torch.randint(-6, 6, (13,))
+    given[1][4:10], given[2][4:10] = 2, -1
+    out = guarded(3, 5, 4, 6, dtype=torch.float32)
+    run(*given, out, *(guarded(*s.shape, dtype=s.dtype) for s in offer.scratch))
+    x = torch.zeros(3, 5, 4, 6, requires_grad=True)
+    (wanted,) = torch.autograd.grad(x[:, :, given[1], given[2]], x, given[0])
+    return float((out - wanted).abs().max().nan_to_num(float("inf")) / 4e-6)
+
+
+def wrong_rows(config: Config) -> float:
+    """The largest error of the rows of three tables, the gradients and indices of which are parts of two tensors."""
+    torch.manual_seed(3)
+    tokens, rows, width, tables = 29, 70, 6, 3
+    function = add_function(module(), "f", [TensorType((tokens, width), BF16)] * 3 + [TensorType((tokens,), I64)] * 3)
+    block = function.regions[0].block
+    b = StepBuilder(block, phase="backward")
+    made = b.row_sums(block.arguments[:3], block.arguments[3:], rows=rows, padding_idx=2, dtype=F32)
+    found = region(finish_function(function, list(made)), *[(tables * width, 1)] * 3, *[(tables,)] * 3)
+    assert Own().claims(found) == ""
+    problem, places = embedding.problem_of(found) or pytest.fail("it is not taken")
+    offer = embedding.offer(problem, places, config)
+    run = embedding.build([offer])[offer.key]
+    dy, indices = torch.randn(tokens, tables, width).bfloat16(), torch.stack([drawn("low rows", tokens, rows)] * 3, 1)
+    indices[:, 1] = drawn("one", tokens, rows)
+    indices[7:12, 2] = 2
+    given = [*dy.unbind(1), *indices.unbind(1)]
+    out = [guarded(*s.shape, dtype=s.dtype) for s in found.results]
+    run(*given, *out, *(guarded(*s.shape, dtype=s.dtype) for s in offer.scratch))
+    (op,) = [op for op in block if op.name == "step.row_sums"]
+    wanted = op.definition.evaluate(op)(*given)
+    assert all(torch.equal(a, w) for a, w in zip(out[3:], wanted[3:], strict=True))
+    whole = [torch.where(p[:, None] >= 0, s[p.clamp_min(0)], 0) for s, p in zip(out[:3], out[3:], strict=True)]
+    gradient = torch.ops.aten.embedding_dense_backward
+    dense = [gradient(given[t].float(), given[t + 3], rows, 2, False) for t in range(3)]
+    pairs = [*zip(out[:3], wanted[:3], strict=True), *zip(whole, dense, strict=True)]
+    return max(float((a - w).abs().max().nan_to_num(float("inf"))) for a, w in pairs) / 1e-5
+
+
 def child() -> None:
     """Every case with a configuration that has many blocks, one with that of GPUs, then two steps of a network."""
     import wholestep as ws
@@ -217,7 +269,9 @@ def child() -> None:
 
     register_provider(Interpreted)
     answer: dict[str, Any] = {"errors": {name: error(case, SMALL) for name, case in CASES.items()}}
-    answer["errors"]["as on a GPU"] = error((400, 40, 70, "float32", "int64", -1, "low rows"), Config())
+    answer["errors"]["pairs"] = max(wrong_pairs(config) for config in (SMALL, embedding.ACROSS[0]))
+    answer["errors"]["rows alone"] = wrong_rows(SMALL)
+    answer["errors"]["as on a GPU"] = error((200, 40, 70, "float32", "int64", -1, "low rows"), Config())
     torch.manual_seed(0)
     words = torch.stack([torch.randint(0, 30, (24,)), torch.randint(0, 5, (24,))], 1)
     batch = words, torch.randint(0, 4, (24, 3))
@@ -249,16 +303,14 @@ def child() -> None:
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> dict[str, Any]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    environment["WHOLESTEP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    call = [sys.executable, "-c", "from tests.backends.test_embedding_grad import child; child()"]
-    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "WHOLESTEP_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    done = warm.run(["-c", "from tests.backends.test_embedding_grad import child; child()"], environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_rows_are_the_sums_of_their_tokens(answer: dict[str, Any]) -> None:
-    assert len(answer["errors"]) == len(CASES) + 1
+    assert len(answer["errors"]) == len(CASES) + 3
     assert max(answer["errors"].values()) <= 1, answer["errors"]
 
 

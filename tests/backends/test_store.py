@@ -176,8 +176,11 @@ def test_a_choice_is_there_for_the_next_process(tmp_path, silent):
 
 
 def test_machine_and_key_are_told_apart(tmp_path, silent):
-    Store("ab", tmp_path).put("c", CHOICE)
-    assert Store("a", tmp_path).get("bc") is None
+    store, other = Store("ab", tmp_path), Store("a", tmp_path)
+    assert store.is_empty()
+    store.put("c", CHOICE)
+    assert other.get("bc") is None
+    assert other.is_empty() and not store.is_empty()
 
 
 def test_a_newer_choice_replaces_the_older(tmp_path, silent):

@@ -33,7 +33,7 @@ def machine(link: float | None) -> Description:
     return replace(load_description("h200"), links=links)
 
 
-def step(layers: int = 2, **options: Any) -> Case:
+def step(layers: int = 1, **options: Any) -> Case:
     torch.manual_seed(0)
     return Case(gpt(0.1, layers=layers), "sgd", **options)
 

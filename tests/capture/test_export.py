@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from tests.conftest import ROOT
+from tests import warm
 from tests.runtime.runs import Body, data, fresh, sgd, squares
 from wholestep.capture.export import calling_convention
 from wholestep.errors import CaptureError, InputError
@@ -186,8 +184,7 @@ def test_nothing_is_printed_unless_asked(tmp_path, trace):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {k: v for k, v in os.environ.items() if k != "WHOLESTEP_TRACE"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"WHOLESTEP_TRACE": trace} if trace else {})
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
+    done = warm.run([str(script)], environment | ({"WHOLESTEP_TRACE": trace} if trace else {}))
     assert done.returncode == 0, done.stderr
     assert f"{script}:12 in forward\n    if h.sum() > 0:\ncannot be captured: " in done.stdout
     if trace:

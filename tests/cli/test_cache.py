@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
 
+from tests import warm
 from wholestep.backends.store import DATABASE, LOCK, Choice, Store, Timed, digest
 from wholestep.cli import cache, main
 
@@ -132,8 +132,6 @@ def test_objects_that_others_could_have_written_are_not_counted(filled, capsys):
 
 
 def test_as_a_program(filled):
-    done = subprocess.run(
-        [sys.executable, "-m", "wholestep", "cache", "--show", "linear"], capture_output=True, text=True
-    )
+    done = warm.run(["-m", "wholestep", "cache", "--show", "linear"], os.environ)
     assert done.returncode == 0, done.stderr
     assert "linear 64x64" in done.stdout and done.stderr == ""

@@ -1,7 +1,7 @@
 """Documentation pages that are programs: runs their python blocks and compares what they print with what the page says.
 
-A page of docs/ with the line `<!-- executed by the tests -->` counts. Its python blocks run in order in one fresh
-process with one thread; a text block right after one is its output.
+A page of docs/ with the line `<!-- executed by the tests -->` counts. Its python blocks run in order in one
+process with one thread that has done nothing but import; a text block right after one is its output.
 `python -m tests.docs.pages --write PAGE` fills those in.
 """
 
@@ -12,12 +12,13 @@ import difflib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "<!-- executed by the tests -->"
@@ -102,18 +103,9 @@ def run_blocks(page: Path, found: Sequence[Example]) -> tuple[list[str], str]:
         out = Path(folder) / "printed.json"
         work = Path(folder) / "work"
         work.mkdir()
-        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         blocks = [(e.code.start + 1, e.code.text) for e in found]
-        result = subprocess.run(
-            [sys.executable, "-c", DRIVER],
-            input=json.dumps([str(page), blocks, str(out)]),
-            capture_output=True,
-            text=True,
-            cwd=work,
-            env=environment,
-            timeout=SECONDS_PER_PAGE,
-        )
+        given = json.dumps([str(page), blocks, str(out)])
+        result = warm.run(["-c", DRIVER], os.environ, work, given, SECONDS_PER_PAGE)
         printed = json.loads(out.read_text()) if out.exists() else []
     return printed, result.stderr if result.returncode else ""
 

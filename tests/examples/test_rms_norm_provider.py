@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from wholestep.backends.providers import forget_provider
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,8 @@ ARGUMENTS = ["--device", "cpu", "--steps", str(STEPS), "--batch", str(BATCH), "-
 
 
 def printed(cache: Path) -> str:
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WHOLESTEP_CACHE": str(cache), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(EXAMPLE), *ARGUMENTS]
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    own = {"WHOLESTEP_CACHE": str(cache), "TRITON_INTERPRET": "1"}
+    done = warm.run([str(EXAMPLE), *ARGUMENTS], os.environ | own)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

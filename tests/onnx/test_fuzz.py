@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("onnx")
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
 
 
 def test_mutated_files():
-    command = [sys.executable, "-m", "tests.onnx.fuzz", str(COUNT), "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = warm.run(["-m", "tests.onnx.fuzz", str(COUNT), "0"], os.environ)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert sum(seen.values()) == COUNT

@@ -14,14 +14,17 @@ from wholestep.runtime.unchanged import Snapshot
 from wholestep.training.optimizers import plan_optimizer
 
 
-@pytest.fixture(params=["C++", "Python"])
+@pytest.fixture(params=["C++", "C++ through torch", "Python"])
 def walker(request, monkeypatch):
     """Who looks at everything."""
     if request.param == "Python":
         monkeypatch.setattr(records, "native", lambda: "there is no compiler")
-    elif isinstance(why := records.native(), str):
-        pytest.skip(why)
-    return {"C++": NativeRecord, "Python": PlainRecord}[request.param]
+    elif isinstance(found := records.native(), str):
+        pytest.skip(found)
+    elif request.param == "C++ through torch":
+        walker = records.Walker(found.call, found.functions, found.inside, found.tag, (0, 0, 0))
+        monkeypatch.setattr(records, "native", lambda: walker)
+    return PlainRecord if request.param == "Python" else NativeRecord
 
 
 class Parts:

@@ -94,6 +94,23 @@ def test_what_is_written_in_any_case_is_read(monkeypatch: pytest.MonkeyPatch) ->
     assert large(function) == [(2, 1), (1, 1)]
 
 
+def test_a_normalised_residual_is_computed_from_what_was_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x is in memory for backward anyway, so y is not written for the residual sum behind the product."""
+    monkeypatch.setattr(again, "LEAST", 0)
+
+    def build(b: Any, x: Any, mean: Any, w: Any) -> list[Any]:
+        x = b.mul(x, 2.0)
+        y, *_ = b.layer_norm(x, None, None, trailing=1, eps=1e-5)
+        return [x, b.add(y, b.contract(b.relu(y), w, spec="nk,km->nm"))]
+
+    types = [TensorType((ROWS, 8), F32), TensorType((1, 8), F32), TensorType((8, 8), F32)]
+    function = program(types, build)
+    run(function, [torch.randn(t.shape) for t in types])
+    full = [[v.type.shape == (ROWS, 8) for v in op.operands].count(True) for op in regions_of(function)]
+    made = [[v.type.shape == (ROWS, 8) for v in op.results].count(True) for op in regions_of(function)]
+    assert (full, made) == ([1, 2], [2, 1])  # x and the product's factor are written; x and the product read
+
+
 def test_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "LEAST", 0)
     function, inputs = of(normalised)

@@ -51,9 +51,9 @@ CASES = [pytest.param(name, *case, id=f"{name}-{i}") for name, cases in SAMPLES.
 #: ops that no kernel of loops does yet; a new one is added here on purpose or gets a rule
 WITHOUT_LOOPS = {
     "accumulate",
-    "argmax", "argmin", "cumsum", "embedding_grad", "fetch", "fused_adam", "fused_adamw", "fused_sgd", "index",
+    "argmax", "argmin", "cumsum", "embedding_grad", "fetch", "fused_adam", "fused_adamw", "fused_sgd",
     "index_add", "index_put", "muon", "nll_loss_grad", "offload", "opaque", "opaque_grad", "scatter", "scatter_add",
-    "sort", "topk",
+    "row_sums", "sort", "topk",
 }  # fmt: skip
 
 
@@ -191,10 +191,18 @@ def test_a_broadcast_row_is_reduced_once_per_column() -> None:
 def test_equal_sizes_are_not_equal_dimensions() -> None:
     """x + x.T reads a square matrix along its diagonal if its two dimensions are taken for one."""
     x = randn(4, 4)
-    try:
-        made([x], lambda b, x: b.add(x, b.transpose(x, order=(1, 0))))
-    except NotLoops as error:
-        assert "walked as one" in str(error)
+    kernel = made([x], lambda b, x: b.add(x, b.transpose(b.exp(x), order=(1, 0))))
+    loads = [op.attributes["map"] for op in kernel.regions[0].block if op.definition is Load]
+    assert sorted(loads) == [[[0, 1, 0], [1, 0, 0]], [[1, 0, 0], [0, 1, 0]]]
+    with pytest.raises(NotLoops, match="walked as one"):
+        made([x], lambda b, x: b.sum(b.add(x, b.transpose(x, order=(1, 0))), dims=(1,)))
+
+
+def test_negative_indices_count_from_the_end_and_computed_ones_are_no_part_of_a_kernel() -> None:
+    x, i, j = randn(3, 4, 5), torch.tensor([-4, 3, -1, 0]), torch.tensor([[2], [-5]])
+    made([x, i, j], lambda b, x, i, j: b.exp(b.index(x, [i, j], dims=(1, 2))))
+    with pytest.raises(NotLoops, match="computed in the same kernel"):
+        made([x, i], lambda b, x, i: b.index(x, [b.sub(i, 9)], dims=(1,)))
 
 
 def test_the_same_tensor_at_two_places() -> None:

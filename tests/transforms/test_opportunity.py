@@ -21,6 +21,8 @@ from wholestep.transforms.opportunity import (
     register_transformation,
     sites,
     transform,
+    transformations,
+    whatever,
 )
 
 
@@ -155,9 +157,15 @@ def test_a_transformation_of_a_users_own(counting):
         transform(step.program(), force=["count *"])
 
 
-def test_policies_pick_until_nothing_is_left_and_respect_forbid(counting):
+def test_policies_pick_until_nothing_is_left_and_respect_forbid(counting, monkeypatch):
     step, _, _ = run()
     module = step.program().clone()
+    with monkeypatch.context() as patched:  # one that wants a single transformation asks no other
+        for other in transformations().values():
+            if other.name != "count":
+                patched.setattr(type(other), "find", lambda self, module: pytest.fail(f"{self.name} was asked"))
+        assert transform(module.clone(), whatever("count")) == ["count step/1/forward/gelu#0"]
+        assert transform(module.clone(), whatever("count"), levels=[4]) == []
     assert transform(module, fewest_bytes, forbid=["count *"]) == []
     assert transform(module, fewest_bytes) == ["count step/1/forward/gelu#0"]
     assert all(o.why_not for o in opportunities(module) if o.transformation == "count")

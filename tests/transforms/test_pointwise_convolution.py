@@ -16,12 +16,14 @@ from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.errors import InputError
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op
+from wholestep.ir.passes import run_pipeline
+from wholestep.ir.types import BF16, TensorType
 from wholestep.ir.verify import verify
 from wholestep.plan.planner import Planned, planned_function
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.layout import own_strides
 from wholestep.transforms.opportunity import take, transform
-from wholestep.transforms.pointwise_convolution import PointwiseConvolution
+from wholestep.transforms.pointwise_convolution import PointwiseConvolution, lie_channels_last
 
 NAMES = ("pointwise_convolution",)
 CONVOLUTIONS = ("step.conv", "step.conv_input_grad", "step.conv_weight_grad")
@@ -115,10 +117,13 @@ def test_those_of_sequences_are_products_too() -> None:
         torch.testing.assert_close(mine.float().contiguous(), want.float().contiguous(), rtol=0.05, atol=5e-3)
 
 
-@pytest.mark.parametrize("places", [(5,), (5, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "places, window", [((5, 3), (1, 1)), ((2, 3, 4), (1, 1, 1)), ((5,), (3,)), ((2, 3), (4, 2)), ((2, 1, 2), (3, 1, 2))]
+)
 @pytest.mark.parametrize("part", ["conv", "conv with bias", "conv_input_grad", "conv_weight_grad"])
-def test_one_op_gives_the_same_to_the_last_digits(part: str, places: tuple[int, ...]) -> None:
-    image, output, weight, ones = (2, 6, *places), (2, 4, *places), (4, 6, *[1] * len(places)), (1,) * len(places)
+def test_one_op_gives_the_same_to_the_last_digits(part: str, places: tuple[int, ...], window: tuple[int, ...]) -> None:
+    image = (2, 6, *(n * size for n, size in zip(places, window, strict=True)))
+    output, weight, ones = (2, 4, *places), (4, 6, *window), (1,) * len(places)
     shapes = {"conv": [image, weight], "conv with bias": [image, weight, (4,)]}
     shapes |= {"conv_input_grad": [output, weight], "conv_weight_grad": [image, output]}
     more = {"conv_input_grad": {"input_shape": image}, "conv_weight_grad": {"weight_shape": weight}}.get(part, {})
@@ -127,7 +132,7 @@ def test_one_op_gives_the_same_to_the_last_digits(part: str, places: tuple[int, 
     function = add_function(root, "f", [tensor_type(t) for t in tensors])
     block = function.regions[0].block
     make = getattr(StepBuilder(block, phase="forward"), part.split()[0])
-    y = make(*block.arguments, stride=ones, padding=(0,) * len(places), dilation=ones, **more)
+    y = make(*block.arguments, stride=window, padding=(0,) * len(places), dilation=ones, **more)
     finish_function(function, [y])
     (want,) = Executable(function, "cpu")(tensors)
     PointwiseConvolution().apply(y.op)
@@ -174,3 +179,52 @@ def test_what_is_forbidden_stays_and_a_recipe_brings_it_all_back() -> None:
     again = laid_out()
     assert transform(again.program.module, recipe=done) == done
     assert convolutions(again.program.function) == convolutions(case.program.function)
+
+
+class Patches(nn.Module):
+    """The beginning of a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.last = nn.Conv2d(2, 16, 4, 4), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.cut(x)).flatten(2).mean(2))
+
+
+def patches(side: int = 8) -> Case:
+    torch.manual_seed(0)
+    target = torch.randint(0, 5, (4,), generator=torch.Generator().manual_seed(0))
+    return Case((Patches(), nn.functional.cross_entropy, (data(4, 2, side, side), target)), "sgd", precision="bf16")
+
+
+def test_patches_are_rows_that_a_cast_copies() -> None:
+    case = patches()
+    before = Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in case.inputs])
+    transform(case.program.module, force=["channels_last *"])
+    assert [key.split("/")[-1] for key in take(case.program.module, NAMES)] == ["conv_weight_grad#0", "conv#0"]
+    verify(case.program.module)
+    run_pipeline(case.program.module, "cse,dce")
+    assert convolutions(case.program.function) == {}
+    made = [
+        op.name for op in case.program.function.regions[0].block for r in op.results if r.type.shape == (4, 2, 2, 32)
+    ]
+    assert made == ["step.reshape", "step.cast"]
+    mine = Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in inputs_of(case)])
+    for got, want in zip(mine, before, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.05, atol=5e-3)
+
+
+def test_windows_that_leave_pixels_out_stay() -> None:
+    found = PointwiseConvolution().find(patches(side=9).program.module)
+    assert len(found) == 2 and all("whole image" in o.why_not for o in found)
+
+
+def test_rows_of_a_product_seen_as_an_image_lie_channels_last() -> None:
+    function = add_function(module(), "main", [TensorType((2, 4, 4, 8), BF16), TensorType((8, 6), BF16)])
+    b, (x, w) = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
+    image = b.transpose(b.contract(x, w, spec="nhwc,co->nhwo"), order=(0, 3, 1, 2))
+    after = b.relu(image)
+    rows = b.transpose(after, order=(0, 2, 3, 1))
+    finish_function(function, [rows, b.relu(b.transpose(x, order=(0, 2, 1, 3)))])
+    assert lie_channels_last(function) == {image, after}

@@ -207,7 +207,7 @@ def summed(b: StepBuilder, x: Value) -> list[Value]:
 
 
 def transposed(b: StepBuilder, x: Value) -> Value:
-    return b.add(x, b.transpose(b.exp(x), order=(1, 0)))
+    return b.sum(b.add(x, b.transpose(b.exp(x), order=(1, 0))), dims=(1,))
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,48 @@
 """Who runs each region: ways that providers offer are built, compared with ATen's result, timed, and the best kept.
 
-Of each provider the best guess is tried first, and its other ways only for the regions that take most of the time.
-While one region is measured, kernels of the next are compiled. A way that is wrong, crashes or cannot be built is
-excluded with its reason and never stops a compile. What was measured is kept (`store.py`), once per machine and version
-of the providers' code; where only guesses were tried, a program in which the region weighs more tries the rest.
+Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
+that take long, and longer than memory lets them. While one region is measured, kernels of others are compiled. A way
+that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile. What was measured is
+kept (`store.py`), once per machine and version of the providers' code; where only guesses were tried, a program in
+which the region weighs more tries the rest.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..ir.core import Value
+from ..machine.description import find_description
 from ..transforms.regions import form_of
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op
-from .store import Choice, Store, Timed, fingerprint
+from .store import Choice, Objects, Store, Timed, fingerprint
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
 #: inside a plan than alone
 MARGIN = 1.0
 #: seconds that timing one way may take
 PATIENCE = {"cpu": 0.04, "cuda": 0.01}
-#: regions that make up this share of the time are tried in every way that is offered, the others by best guesses
-HEAVY = 0.7
+#: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
+HEAVY, MORE = 0.7, 3
+#: a region whose best guess takes at most so many times as long as its bytes do has nothing to gain
+NEAR = 1.2
 #: a way is timed by one call where that took so many times as long as the best way, and so many seconds
 CLEARLY, SLOW = 3.0, 1e-3
 #: on a GPU: so many times as long as the best way, and so many seconds more, which launching may take
 CLEARLY_ON_GPU, LAUNCHING = 2.0, 1e-4
-#: of regions that differ in sizes alone the heaviest is tried in every way, the others in this many of its best
+#: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
 
 Pair = tuple[Provider, Offer]
@@ -56,7 +63,7 @@ class Chosen:
     excluded: list[Timed] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class Choices:
     """Decides about regions, and remembers."""
 
@@ -71,38 +78,55 @@ class Choices:
     #: reasons why providers do not run regions, by provider
     refusals: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "build": 0.0, "measure": 0.0})
+    #: bytes per second of the device's memory, where they are known
+    bandwidth: float = math.inf
+
+    @property
+    def objects(self) -> Objects | None:
+        """Where what was worked out is kept for the next compile."""
+        return None if self.store is None else self.store.objects
 
     def takes(self, op: object) -> bool:
         return any(p.takes(op) for p in self.providers)  # type: ignore[arg-type]
 
     def decide(self, regions: Iterable[Region]) -> None:
         """Chooses for regions that nothing is known of yet."""
-        launches, contests = Counter[str](), dict[str, Contest]()
-        with self.ahead() as ahead:
-            start = time.perf_counter()
-            for region in regions:
-                if region.key in self.known:
-                    continue
-                launches[region.key] += 1
-                if region.key not in contests:
-                    contests[region.key] = contest = self.contest(region)
-                    contest.tried = contest.first(self.measure)
-                    begin(ahead, contest.tried)
-            if self.measure and ahead:  # a guess at what is heavy: compiled while first guesses are measured
-                for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
-                    begin(ahead, group[0].left if group[0].kept is None else ())
-            self.seconds["generate"] += time.perf_counter() - start
-            self.round(contests.values(), ahead)
-            lost = [c for c in contests.values() if c.fails and self.reopen(c)]
-            for contest in lost:  # the winner of before, or a guess, is no use
-                contest.tried = contest.left
-            self.round(lost, ahead)
-            if self.measure:
-                self.try_more(self.heavy(contests.values(), launches, Contest.estimate), ahead)
+        try:
+            contests = self.hold(regions)
+        finally:
+            if self.ahead is not None:
+                self.ahead[1].drop()
         for key, contest in contests.items():
             self.known[key] = self.settle(contest)
         if self.device.type == "cuda" and any(c.timed for c in contests.values()):
             torch.cuda.empty_cache()  # what operands took is the step's again
+
+    def hold(self, regions: Iterable[Region]) -> dict[str, Contest]:
+        """Contests for regions that nothing is known of: first of best guesses, then of all where it is worth it."""
+        launches, contests = Counter[str](), dict[str, Contest]()
+        start = time.perf_counter()
+        for region in regions:
+            if region.key in self.known:
+                continue
+            launches[region.key] += 1
+            if region.key not in contests:
+                contests[region.key] = contest = self.contest(region)
+                contest.tried = contest.first(self.measure)
+                self.begin(contest.tried)
+        if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
+            for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
+                self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
+        self.seconds["generate"] += time.perf_counter() - start
+        self.round(contests.values())
+        lost = [c for c in contests.values() if c.fails and self.reopen(c)]
+        for contest in lost:  # the winner of before, or a guess, is no use
+            contest.tried = contest.left
+        self.round(lost)
+        if self.measure:
+            for contest in contests.values():
+                contest.whole = contest.whole or self.gain(contest) == 0
+            self.try_more(self.heavy(contests.values(), launches, self.gain))
+        return contests
 
     def contest(self, region: Region) -> Contest:
         """What is known and offered for a region: where a winner is known, nobody but its provider is asked."""
@@ -144,10 +168,16 @@ class Choices:
                 )
         return bool(contest.left)
 
+    def gain(self, contest: Contest) -> float:
+        """Seconds that better ways might save: by which the first guess is slower than memory; NaN where none ran."""
+        seconds = contest.estimate()
+        at_best = 0.0 if self.products else contest.region.bytes / self.bandwidth
+        return 0.0 if seconds <= NEAR * at_best else seconds - at_best
+
     def heavy(
         self, contests: Iterable[Contest], launches: Mapping[str, int], weight: Callable[[Contest], float]
     ) -> list[Contest]:
-        """Those that take most of the time and may have ways left to try, the longest first."""
+        """Those that make up most of a weight and may have ways left to try, the heaviest first."""
         taken = {c: launches[c.region.key] * w for c in contests if not math.isnan(w := weight(c))}
         share = math.inf if self.products else HEAVY * sum(taken.values())
         found, so_far = [], 0.0
@@ -159,55 +189,68 @@ class Choices:
                 found.append(contest)
         return found
 
-    def try_more(self, heavy: Sequence[Contest], ahead: Mapping[str, Any]) -> None:
-        """Tries every way for what is heavy; what differs from a heavier one in sizes alone only the best of those."""
+    def more(self, contest: Contest) -> list[Pair]:
+        """What is tried next, where it is worth it."""
+        begun = set(map(name_of, contest.tried))
+        left = [pair for pair in contest.left if name_of(pair) not in begun]
+        return left if self.products else left[:MORE]
+
+    def try_more(self, heavy: Sequence[Contest]) -> None:
+        """Tries other ways for what is heavy; what differs from a heavier one in sizes alone only the best of those."""
         left = [c for c in heavy if self.reopen(c)]
         groups = [[c] for c in left] if self.products else alike(left)
         for first, *_ in groups:
-            first.tried, first.whole = first.left, True
-        self.round([group[0] for group in groups], ahead)
+            first.tried, first.whole = self.more(first), True
+        self.round([group[0] for group in groups])
         others = [(group[0].best_names(ALIKE), c) for group in groups for c in group[1:]]
         for names, contest in others:
-            has_them = any(name_of(pair) in names for pair in contest.offers)
-            contest.tried = [pair for pair in contest.left if name_of(pair) in names or not has_them]
+            known = {t.name for t in contest.timed}
+            contest.tried = most_like([n for n in names if n not in known], contest.left)
             contest.whole = True
-        self.round([c for _, c in others if c.tried], ahead)
+        self.round([c for _, c in others if c.tried])
 
-    def round(self, contests: Iterable[Contest], ahead: Mapping[str, Any]) -> None:
-        """Builds and measures what is to be tried now. Who compiles ahead is built region by region, others at once."""
-        clock, contests = time.perf_counter, list(contests)
-        for contest in contests:
-            begin(ahead, contest.tried)
+    def round(self, contests: Iterable[Contest]) -> None:
+        """Builds and measures what is to be tried now. Who compiles ahead is built region by region, as they are
+        compiled, others at once."""
+        clock, left = time.perf_counter, list(contests)
+        count, (name, compiling) = len(left), self.ahead or ("", None)
         start = clock()
-        built = self.build([pair for c in contests for pair in c.tried if pair[0].name not in ahead], True)
+        begun = [self.begin(contest.tried) for contest in left]
+        built = self.build([pair for c in left for pair in c.tried if pair[0].name != name], True)
         self.seconds["build"] += clock() - start
-        for number, contest in enumerate(contests):
+        while left:
             start = clock()
-            mine = [pair for pair in contest.tried if pair[0].name in ahead]
-            for name, compiling in ahead.items():
-                compiling.wait([offer.made for provider, offer in mine if provider.name == name])
-            built |= self.build(mine)
+            number = 0 if compiling is None else compiling.first_done(begun)
+            contest, _ = left.pop(number), begun.pop(number)
+            built |= self.build([pair for pair in contest.tried if pair[0].name == name])
             self.seconds["build"] += clock() - start
             start = clock()
             self.attempt(contest, built)
             self.seconds["measure"] += clock() - start
             if self.progress is not None:
-                self.progress("choosing kernels", number + 1, len(contests))
+                self.progress("choosing kernels", count - len(left), count)
 
-    @contextmanager
-    def ahead(self) -> Iterator[dict[str, Any]]:
-        """What compiles kernels while others are measured, of the providers that have such a thing."""
-        with ExitStack() as stack:
-            found: dict[str, Any] = {}
-            for provider in self.providers:
-                try:
-                    make = getattr(provider.code, "ahead", None) if isinstance(provider, Generator) else None
-                    compiling = None if make is None else make()
-                except (ImportError, OSError):  # whatever is in the way is said when kernels are built
-                    continue
-                if compiling is not None:
-                    found[provider.name] = stack.enter_context(compiling)
-            yield found
+    # ---- compiling ahead ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ahead(self) -> tuple[str, Any] | None:
+        """The provider whose kernels are compiled while others are measured, and what compiles them."""
+        for provider in self.providers:
+            try:
+                make = getattr(provider.code, "ahead", None) if isinstance(provider, Generator) else None
+                compiling = None if make is None else make()
+            except (ImportError, OSError):  # whatever is in the way is said when kernels are built
+                continue
+            if compiling is not None:
+                return provider.name, compiling
+        return None
+
+    def begin(self, pairs: Sequence[Pair], perhaps: bool = False) -> frozenset[str]:
+        """Has kernels compiled that are built later, or that may be."""
+        if self.ahead is None:
+            return frozenset()
+        name, compiling = self.ahead
+        return compiling.add([offer.made for provider, offer in pairs if provider.name == name], perhaps)
 
     def times(self, regions: Sequence[Region]) -> list[float]:
         """Measured seconds of regions, each by the best of the providers; of a product alone, by the library."""
@@ -396,10 +439,10 @@ class Contest:
         for the others when the same program is compiled again. NaN where nothing ran."""
         return math.nan if self.best is None else self.guessed
 
-    def best_names(self, count: int) -> set[str]:
+    def best_names(self, count: int) -> list[str]:
         """The names of the quickest ways, ATen's apart."""
         ran = sorted((t for t in self.timed if not t.why and t.name != "aten:aten"), key=lambda t: t.seconds)
-        return {t.name for t in ran[:count]}
+        return [t.name for t in ran[:count]]
 
     def first(self, measured: bool) -> list[Pair]:
         """The winner of before, else the best guess of every provider; where nothing is measured, one guess."""
@@ -446,10 +489,23 @@ def alike(contests: Iterable[Contest]) -> list[list[Contest]]:
     return list(found.values())
 
 
-def begin(ahead: Mapping[str, Any], pairs: Sequence[Pair]) -> None:
-    """Has kernels compiled that are built later."""
-    for name, compiling in ahead.items():
-        compiling.add([offer.made for provider, offer in pairs if provider.name == name])
+def most_like(names: Sequence[str], pairs: Sequence[Pair]) -> list[Pair]:
+    """For each of some names the way that is called most alike: where sizes differ, numbers in names may."""
+    found: dict[str, Pair] = {}
+    for name in names:
+        own = SequenceMatcher(None, b=words(name))
+        ratios = []
+        for pair in pairs:
+            own.set_seq1(words(name_of(pair)))
+            ratios.append(own.ratio())
+        if ratios:
+            best = pairs[ratios.index(max(ratios))]
+            found[name_of(best)] = best
+    return list(found.values())
+
+
+def words(name: str) -> list[str]:
+    return re.findall(r"\d+|[^\d\s]+", name)
 
 
 def on_cpu(call: Callable[[], object], to_beat: float = math.inf) -> float:
@@ -604,5 +660,12 @@ def first_line(error: BaseException) -> str:
 def choices_for(
     device: torch.device, providers: list[Provider], measure: bool | str = True, store: Store | None = None
 ) -> Choices:
-    """A chooser for one device with the store of this machine."""
-    return Choices(device, providers, store or Store(fingerprint(device)), bool(measure), measure == "max")
+    """A chooser for one device with the store of this machine. Where that is empty, compilers are started now."""
+    kept = store or Store(fingerprint(device))
+    choices = Choices(device, providers, kept, bool(measure), measure == "max")
+    if device.type == "cuda":
+        known = find_description(torch.cuda.get_device_name(device))
+        choices.bandwidth = known.bandwidth if known is not None and known.kind == "cuda" else math.inf
+    if measure and choices.ahead is not None and kept.is_empty():
+        choices.ahead[1].start()
+    return choices

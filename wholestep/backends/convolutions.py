@@ -7,11 +7,16 @@ does for nearly all, cuDNN is called by its own operator, which has one; a bias 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..dialects.step.convolution import Conv, window
+from ..dialects.strides import is_laid_out
 from ..torch_private import has_kernel
+
+if TYPE_CHECKING:
+    from .providers import Region
 
 aten = torch.ops.aten
 #: element types that cuDNN convolves
@@ -88,3 +93,32 @@ def in_parts(args: Sequence[Any], made: torch.Tensor, device: str) -> Callable[[
 def plus(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y.add_(bias.view(-1, *[1] * (y.dim() - 2)))
     return y
+
+
+def one_convolution(region: Region) -> Callable[..., None] | None:
+    """What runs a region that is one convolution as a plan would have it: its result is not copied. None for others."""
+    ops = [op for op in region.body.regions[0].block if not op.definition.terminator]
+    if region.device.type != "cuda" or not ops or ops[-1].definition is not Conv:
+        return None
+    *views, op = ops
+    if op.bias is not None or op.padding_after:
+        return None
+    given = dict(zip(region.body.regions[0].block.arguments, region.operands, strict=True))
+    source = {v: v for v in given}
+    for view in views:  # changes of layout that are none
+        (x,) = view.operands if view.name == "step.layout" else (None,)
+        if x not in given or not is_laid_out(given[x].shape, given[x].strides, view.order):
+            return None
+        source[view.result] = x
+    places = [list(given).index(source[v]) for v in op.operands]
+    args, count = window(op), len(given)
+
+    def run(*tensors: torch.Tensor) -> None:
+        x, w = (tensors[i] for i in places)
+        out = tensors[count]
+        if by_cudnn((x, w, None, *args), out):
+            convolve(x, w, None, *args, out=out)
+        else:
+            out.copy_(aten.convolution.default(x, w, None, *args))
+
+    return run

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 
 from ..dialects.step.base import torch_dtype
-from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
-from ..dialects.step.layout import Layout
+from ..dialects.step.convolution import Conv
 from ..dialects.strides import row_major, same_places
 from ..errors import InputError
 from ..ir.core import Op, Value
 from ..transforms.around import NotAround, Side, Sides, sides_of
+from .convolution_ops import PARTS, laid_out_from, shapes_of
 from .kernels import Spec, with_channels_last
 from .providers import Launcher, Offer, Progress, Region
 
-#: what each op is called by the kernels
-PARTS: dict[type, str] = {Conv: "forward", ConvInputGrad: "input_grad", ConvWeightGrad: "weight_grad"}
 #: each takes seconds to compile: the best guesses only
 OFFERS = 4
 #: Triton's names of pointers
@@ -64,27 +62,8 @@ def takes(op: Op) -> bool:
 
 
 def problem_of(op: Op) -> Problem:
-    if op.definition is Conv:
-        shapes = op.x.type.shape, op.w.type.shape, op.y.type.shape
-    elif op.definition is ConvInputGrad:
-        shapes = op.input_shape, op.w.type.shape, op.dy.type.shape
-    else:
-        shapes = op.x.type.shape, op.weight_shape, op.dy.type.shape
-    image, weight, output = map(tuple, shapes)
     dtype = torch_dtype(op.operands[0].type.element)
-    return Problem(PARTS[op.definition], image, weight, output, tuple(op.stride), tuple(op.padding), dtype)
-
-
-def convolution(region: Region) -> Op:
-    """The op of a region that is taken."""
-    return next(op for op in region.ops if op.definition in PARTS)
-
-
-def laid_out_from(value: Value) -> Value:
-    """What a value is before a change of layout; where that is channels-last already, the change is none."""
-    while value.op is not None and value.op.definition is Layout:
-        value = value.op.operands[0]
-    return value
+    return Problem(PARTS[op.definition], *shapes_of(op), tuple(op.stride), tuple(op.padding), dtype)
 
 
 def why_not(region: Region) -> str:

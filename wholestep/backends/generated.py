@@ -117,12 +117,16 @@ def strides_in_order(store: Op, shape: Sequence[int], order: dict[int, int]) -> 
     return tuple(strides)
 
 
-def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec]) -> list[frozenset[int]]:
+def overwritable(
+    kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec], rows_first: bool = False
+) -> list[frozenset[int]]:
     """Per result: operands whose memory it may take.
 
     Each point must read exactly the element that it writes, and write it in the last walk over its row: kernels of long
     rows walk them once per reduction that others wait for, and read again what they have read before. Or the element
     is read for nothing but what is stored after the reduction of all other dimensions, which is done once.
+
+    rows_first: what is read once per row is read before the row is walked, so that it may be any element of the row.
     """
     if kernel is None:
         return [frozenset() for _ in results]
@@ -151,12 +155,27 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
             if not same_places(spec.shape, spec.strides, result.strides):
                 continue
             read = loads.get(block.arguments[number], [])
+            if rows_first and in_last_walk and last and walked == everything:
+                read = [op for op in read if not (op.attributes["dynamic"] and is_of_its_row(kernel, op, store, walks))]
             if any(op.attributes["map"] != store.attributes["map"] or op.attributes["dynamic"] for op in read):
                 continue
             if in_last_walk if walked == everything else is_over_before(kernel, store, read, in_last_walk):
                 taken.add(number)
         found.append(frozenset(taken))
     return found
+
+
+def is_of_its_row(kernel: Op, load: Op, store: Op, walks: dict[Value, int]) -> bool:
+    """Whether a load reads, before the row is walked, one element of the row that is stored."""
+    walk = schedule(kernel)
+    if walks[load.results[0]] or load in walk.after or not varying(kernel)[load.results[0]].isdisjoint(walk.row):
+        return False
+    looked_up = load.attributes["dynamic"]
+    for dim, (mine, its) in enumerate(zip(load.attributes["map"], store.attributes["map"], strict=True)):
+        along_row = not any(c for d, c in enumerate(its[:-1]) if d not in walk.row)
+        if mine != its and not (dim in looked_up and along_row):
+            return False
+    return True
 
 
 def is_over_before(kernel: Op, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
@@ -217,7 +236,7 @@ def kernel_of(region: Region, chosen: Chosen | None) -> Kernel:
     for part, first in parts_of(region):
         alike = (part.kernel, part.operands, part.results)
         if alike not in known:
-            known[alike] = overwritable(*alike)
+            known[alike] = overwritable(*alike, rows_first=region.device.type == "cuda")
         kernel.over += [frozenset([first + n for n in taken]) for taken in known[alike]]
     kernel.scratch = [(n, 0, 1) for n in inner]
     return kernel

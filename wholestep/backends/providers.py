@@ -27,6 +27,7 @@ from ..ir.hashing import structural_hash
 from ..transforms.regions import ANCHORS
 from . import batched
 from .aten import lower
+from .convolutions import one_convolution
 from .kernels import Spec
 
 #: what a built kernel is: it is called with the tensors of a region, its results and its scratch memory
@@ -185,7 +186,7 @@ class Aten(Provider):
         return [Offer("aten", f"aten {region.key}", made=region)]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        return {o.key: copying(op_by_op(o.made), len(o.made.operands)) for o in offers}
+        return {o.key: one_convolution(o.made) or copying(op_by_op(o.made), len(o.made.operands)) for o in offers}
 
 
 def op_by_op(region: Region) -> Callable[..., list[torch.Tensor]]:
@@ -302,7 +303,7 @@ class Triton(Generator):
 
     name, package, devices = "triton", "triton.generate", ("cuda",)
     batching = "triton.batches"
-    templates = ("depthwise", "embedding")
+    templates = ("depthwise", "embedding", "windows")
 
     def absent(self) -> str:
         if importlib.util.find_spec("triton") is not None:
@@ -379,8 +380,12 @@ def smallest_table(region: Region) -> int:
     for op in region.ops:
         if op.name == "step.embedding":
             sizes.append(op.weight.type.shape[0])
-        elif op.name == "step.embedding_grad":
+        elif op.name in ("step.embedding_grad", "step.row_sums"):
             sizes.append(op.rows)
+        elif op.name == "step.spread_rows":
+            sizes.append(op.sums.type.shape[0])
+        elif op.name in ("step.index", "step.index_put"):
+            sizes += [op.x.type.shape[d] for d in op.dims]
         elif op.name == "step.gather":
             sizes.append(op.x.type.shape[op.dim])
         elif op.name in ("step.cross_entropy", "step.cross_entropy_grad", "step.nll_loss"):
@@ -407,6 +412,12 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
             found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
         elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:
             found[arguments.index(op.indices)].random_(0, op.rows, generator=generator)
+        elif op.name == "step.row_sums" or (op.name == "step.index_put" and op.accumulate):
+            rows = op.name == "step.row_sums"
+            limits = [op.rows for _ in op.indices] if rows else [op.x.type.shape[d] for d in op.dims]
+            for index, limit in zip(op.indices, limits, strict=True):
+                if index in arguments and len(index.uses) == 1:
+                    found[arguments.index(index)].random_(0, limit, generator=generator)
     return found
 
 

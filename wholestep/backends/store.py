@@ -231,6 +231,16 @@ class Store:
             self._unwritten[key] = choice
             self._say("unavailable", f"{error}; what is measured now is kept for this process alone")
 
+    def is_empty(self) -> bool:
+        """Whether nothing is known of this machine; False where that cannot be told."""
+        if self.folder is None:
+            return not self._unwritten
+        query = "SELECT 1 FROM choices WHERE machine = ? LIMIT 1"
+        try:
+            return self._run(lambda database: database.execute(query, (self.machine,)).fetchone() is None)
+        except Unavailable:
+            return False
+
     def rows(self) -> list[Row]:
         """Every choice of every machine, the last used first; raises Unavailable where it cannot be read."""
 

@@ -13,8 +13,24 @@ from typing import Any
 
 import torch
 
-from ..backends.kernels import COPY, FILL, MUTATE, NEW, VIEW, Kernel, Ref, Spec, Step, collect, replaced, scratch_places
+from ..backends.kernels import (
+    COPY,
+    FILL,
+    KERNEL,
+    MUTATE,
+    NEW,
+    VIEW,
+    Kernel,
+    Ref,
+    Spec,
+    Step,
+    collect,
+    replaced,
+    scratch_places,
+)
+from ..dialects.loop import Load, inputs_of, space_of, varying
 from ..dialects.step import torch_dtype
+from ..dialects.step.fused import Fused
 from ..dialects.strides import Strides
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan
@@ -131,14 +147,18 @@ class Frame:
         self.bodies: Sequence[Planned | Plan] = planned.bodies
         self.kernels: Sequence[Kernel | None] | None = None
         self.ops: list[Op] | None = None
+        self.loops: dict[str, Op] = {}
         if isinstance(planned, Plan):
             self.plan = planned
         else:
             self.plan, self.kernels = planned.plan, planned.kernels
             self.ops = list(planned.function.regions[0].block)
+            bodies = {} if planned.fusion is None else planned.fusion.bodies
+            self.loops = {name: body.kernel for name, body in bodies.items() if body.kernel is not None}
         self.start = start
         self.arguments = arguments
         self.operators: dict[int, list[Operator]] = {}
+        self.asked: dict[str, list[int]] = {}
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -203,6 +223,7 @@ class Frame:
             start = self.start + buffers[self.plan.owner(launch.workspace)].offset
             offsets, _ = scratch_places(kernel, [w >= 0 for w in launch.writes], self.plan.alignment)
             at |= {tensor: (ARENA, start + offset, start + offset) for tensor, offset in offsets.items()}
+        most = self.elements_read(launch)
         out: list[Call] = []
         made = 0  # bytes that the launch's operators have allocated
         for operator in self.known(launch, kernel):
@@ -222,14 +243,42 @@ class Frame:
                 elif touch.tensor in at:
                     memory, first, base = at[touch.tensor]
                     place = Place(memory, first + touch.offset, spec.shape, spec.strides, spec.dtype.itemsize, base)
-                    found[touch.written, place.key] = Access(place, touch.written, place.bytes, number, number < 0)
+                    access = Access(place, touch.written, place.bytes, number, number < 0)
+                    if not touch.written and touch.tensor < len(most):
+                        access = limited(access, most[touch.tensor] * place.element)
+                    other = found.get((touch.written, place.key), access)
+                    found[touch.written, place.key] = max(access, other, key=lambda a: a.bytes)
             call = list(found.values())
             if operator.kind == COPY and len(call) == 2 and call[0].place.key == call[1].place.key:
                 continue  # onto itself
             if operator.looks_up and operator.touches[0].tensor in at:
                 call[0] = limited(call[0], sum(a.bytes for a in call if a.written))
-            out += [call, *copies]
+            out += [self.each_byte_once(call) if operator.kind == KERNEL else call, *copies]
         return out
+
+    def each_byte_once(self, call: Call) -> Call:
+        """Views of one buffer that a kernel walks side by side read no more than the buffer has."""
+        left: dict[int, int] = {}
+        out: Call = []
+        for access in call:
+            if not access.written and access.buffer >= 0:
+                buffer = self.plan.buffers[access.buffer]
+                root = buffer.of if buffer.share == "view" else access.buffer
+                room = left.setdefault(root, self.place(root).bytes)
+                access = limited(access, room)
+                left[root] = room - access.bytes
+            out.append(access)
+        return out
+
+    def elements_read(self, launch: Launch) -> list[int]:
+        """Of each operand of a region how many elements its loops ask for at most; empty for other launches."""
+        op = self.ops[launch.op] if self.ops is not None and launch.op >= 0 else None
+        if op is None or op.definition is not Fused or op.callee.name not in self.loops:
+            return []
+        name = op.callee.name
+        if name not in self.asked:
+            self.asked[name] = elements_read(self.loops[name])
+        return self.asked[name]
 
     def known(self, launch: Launch, kernel: Kernel) -> list[Operator]:
         """The operators of a kernel; launches that are alike have one kernel."""
@@ -329,6 +378,20 @@ def copied(source: Access, out: Access) -> list[Call]:
 
 def limited(access: Access, most: int) -> Access:
     return Access(access.place, access.written, min(access.bytes, most), access.buffer, access.inside)
+
+
+def elements_read(kernel: Op) -> list[int]:
+    """Of each tensor that a loop kernel reads: how many elements its loads ask for at most.
+
+    A load asks for one at each point of the dimensions that its address changes along, so a look-up asks for the rows
+    that it is given and not for the whole table.
+    """
+    sizes, dims = space_of(kernel), varying(kernel)
+    asked = dict.fromkeys(inputs_of(kernel), 0)
+    for op in kernel.regions[0].block:
+        if op.definition is Load:
+            asked[op.operands[0]] += prod(sizes[d] for d in dims[op.results[0]])
+    return list(asked.values())
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

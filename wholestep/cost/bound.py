@@ -5,7 +5,8 @@ distinct inputs once and writes each output that is used once. The update reads 
 of optimizer state and each average once, and writes each low-precision copy once. Everything else is free: pointwise
 ops, normalisations, reductions, losses, casts, copies, the reading of gradients by the update. An input counts the
 bytes it has in memory: a broadcast its own, an embedding the rows that it reads. Ops run per micro-batch count once for
-each.
+each. A heavy op inside of a fused kernel counts what it would alone, and one that runs a second time to save memory
+does not count again: neither fusion nor a budget changes the bound.
 """
 
 from __future__ import annotations

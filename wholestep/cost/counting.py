@@ -10,11 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..dialects.step.attention import AttentionLike
 from ..dialects.step.base import StepOp
-from ..dialects.step.control import MicroBatches
+from ..dialects.step.control import MicroBatches, root_of
+from ..dialects.step.fused import Fused
 from ..dialects.step.sources import Random
+from ..ir.builtin import functions as functions_of
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan, aligned
 from ..plan.planner import Planned, argument_words
+from ..transforms.regions import base
 from .accesses import ROWS, Call, Frame
 from .ledger import AFTER, ANCHORS, BEFORE, KIND_CAUSES, Buffer, Kernel, Ledger, Move
 
@@ -77,6 +80,7 @@ class Writer:
 
         outer: the launch of the step that runs this plan; around: bytes in use outside of it."""
         plan, ops = planned.plan, list(planned.function.regions[0].block)
+        functions = {f.attributes["sym_name"]: f for f in functions_of(root_of(planned.function))}
         live = plan.live_bytes()
         for position, launch in enumerate(plan.launches):
             at, used = position if outer < 0 else outer, around + live[position] + launch.makes
@@ -91,7 +95,7 @@ class Writer:
             kernel = Kernel(name, launch.phase or "other", op.loc, times)
             kernel.launches, kernel.launch, kernel.live = times * len(calls), at, self.lasting + used
             if launch.op >= 0:
-                describe(kernel, op, frame, launch)
+                describe(kernel, op, frame, launch, functions)
             cast = launch.op >= 0 and is_float_cast(op)
             kernel.moves = moves(calls, index, roles, "casts" if cast else "")
             self.add(kernel, [index[n] for n in launch.writes if n >= 0])
@@ -155,19 +159,46 @@ def moves(calls: Iterable[Call], index: Sequence[int], roles: Sequence[str], cau
     ]
 
 
-def describe(kernel: Kernel, op: Op, frame: Frame, launch: Launch) -> None:
+def describe(kernel: Kernel, op: Op, frame: Frame, launch: Launch, functions: Mapping[str, Op]) -> None:
     """What the op says of itself: its flops, whether it is a product, what the fused bound counts for it."""
     if issubclass(op.definition, StepOp):
         kernel.flops = op.definition.flops(op)
         kernel.matrix = op.definition.precision == "low"
     kernel.element = (op.operands or op.results)[0].type.element.text
     kernel.anchor = issubclass(op.definition, ANCHORS)
-    if kernel.anchor:
+    if kernel.anchor and not op.attributes.get("again"):
         written = sum(frame.place(n).bytes for n in launch.writes if n >= 0)
         reads = [frame.place(n).bytes for n in dict.fromkeys(launch.reads) if frame.plan.buffers[n].space != "host"]
-        if op.name in ROWS:  # only the rows that are asked for
-            reads[0] = min(reads[0], written)
-        kernel.least = sum(reads) + written
+        kernel.least = at_least(op, reads, written)
+    inner = heavy_ops(op, functions)
+    if inner:
+        kernel.anchor = True
+        kernel.least = sum(least_inside(o) for o in inner)
+        matrix = [o for o in inner if issubclass(o.definition, StepOp) and o.definition.precision == "low"]
+        if matrix:
+            kernel.matrix, kernel.element = True, matrix[0].operands[0].type.element.text
+
+
+def at_least(op: Op, reads: list[int], written: int) -> int:
+    """What a heavy op reads and writes if it does so once: of a table only the rows that it is asked for."""
+    if op.name in ROWS:
+        reads = [min(reads[0], written), *reads[1:]]
+    return sum(reads) + written
+
+
+def heavy_ops(op: Op, functions: Mapping[str, Op]) -> list[Op]:
+    """The heavy ops inside of a region. What is computed a second time is no part of the bound."""
+    if op.definition is not Fused:
+        return []
+    body = functions[op.callee.name].regions[0].block
+    inner = [o for o in body if issubclass(o.definition, ANCHORS) and not o.attributes.get("again")]
+    return inner + [o for part in body for o in heavy_ops(part, functions)]
+
+
+def least_inside(op: Op) -> int:
+    """The same for an op that is one of several in a kernel, as if it ran alone: inputs count what lies in memory."""
+    reads = [min(v.type.bytes, base(v).type.bytes) for v in dict.fromkeys(op.operands)]
+    return at_least(op, reads, sum(r.type.bytes for r in op.results if r.uses))
 
 
 # ---- causes ----------------------------------------------------------------------------------------------------------

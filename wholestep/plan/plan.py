@@ -64,6 +64,7 @@ class Launch:
     workspace: int = -1  # the buffer that is memory for the launch alone; for micro_batches the arena of that plan
     makes: int = 0  # bytes that its provider allocates by itself while it runs
     waits: tuple[int, ...] = ()  # positions of earlier launches on other streams that must be over before it
+    takes: int = 0  # bytes that its library was measured to take while it runs, what it makes among them
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class Plan:
     bodies: list[Plan] = field(default_factory=list)
     #: ops whose kernels could not be asked for their layout: their results are planned row by row
     assumed: list[str] = field(default_factory=list)
+    #: bytes that libraries keep from their first call on, as measured: cuBLAS's workspace
+    kept_by_libraries: int = 0
 
     @property
     def pinned(self) -> int:
@@ -125,9 +128,9 @@ class Plan:
 
     @property
     def made(self) -> int:
-        """The most bytes that the provider of one launch allocates by itself."""
-        own = max([launch.makes for launch in self.launches], default=0)
-        return max(own, *[body.made for body in self.bodies], 0)
+        """The most bytes that the provider of one launch allocates by itself, beside what libraries keep."""
+        own = max([max(launch.makes, launch.takes) for launch in self.launches], default=0)
+        return max(own + self.kept_by_libraries, *[body.made for body in self.bodies], 0)
 
     def owners(self) -> Iterator[tuple[int, Buffer]]:
         """The buffers that own memory of the arena."""

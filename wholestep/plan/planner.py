@@ -162,6 +162,7 @@ class _Planner:
             force=self.wishes.force,
             seconds=self.seconds if self.choices.measure and self.device.type == "cuda" else None,
             products=self.choices.products,
+            kept=self.choices.objects,
         )
         root = root_of(function)
         bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}

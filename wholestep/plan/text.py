@@ -79,6 +79,7 @@ class _Writer:
             ],
             "assumed": list(plan.assumed),
             "results": [[r.buffer, r.argument, r.way] for r in plan.results],
+            **({"kept_by_libraries": plan.kept_by_libraries} if plan.kept_by_libraries else {}),
         }
 
     def buffer(self, number: int) -> Value | None:
@@ -156,6 +157,8 @@ class _Writer:
             op.attributes["plan.workspace"] = True
         if launch.makes:
             op.attributes["plan.makes"] = launch.makes
+        if launch.takes:
+            op.attributes["plan.takes"] = launch.takes
 
 
 def _positions(reads: tuple[int, ...], buffers: list[Buffer]) -> list[int]:
@@ -201,6 +204,7 @@ def _read(function: Op) -> Plan:
         about["lower_bound"],
         about["program_order_bound"],
         assumed=about["assumed"],
+        kept_by_libraries=about.get("kept_by_libraries", 0),
     )
     numbered: dict[int, Buffer] = {}
     for number, type, op, argument, lifetime, name in about["numbers"]:
@@ -314,6 +318,7 @@ def _launch(op: Op, number_of: dict[Value, int]) -> Launch:
         body,
         workspace,
         fields.get("plan.makes", 0),
+        takes=fields.get("plan.takes", 0),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy
@@ -90,7 +90,10 @@ class Made:
                     values.append(value)
                 else:
                     out.copy_(value)
-        foreach_copy(outs, values)
+        if len(outs) == 1:  # of one tensor foreach takes longer
+            outs[0].copy_(values[0])
+        else:
+            foreach_copy(outs, values)
 
 
 class Choice:
@@ -138,6 +141,8 @@ class HostCall:
     reads: tuple[int, ...]
     write: int
     kind: tuple[Any, ...]  # equal for calls that compute alike
+    name: str = ""  # of the op
+    constants: tuple[float | None, ...] = ()  # by operand: None where it is a buffer
 
 
 class HostNumbers:
@@ -156,19 +161,22 @@ class HostNumbers:
         self.stands_for |= dict.fromkeys(counters, self.counters[0] if counters else -1)
         stands_for = self.stands_for
         once = [
-            (c.function, tuple([stands_for.get(n, n) for n in c.reads]), c.write)
+            replace(c, reads=tuple([stands_for.get(n, n) for n in c.reads]))
             for c in calls
             if stands_for[c.write] == c.write
         ]
         moving = set(counters)
-        for _, reads, write in once:
-            if not moving.isdisjoint(reads):
-                moving.add(write)
+        for call in once:
+            if not moving.isdisjoint(call.reads):
+                moving.add(call.write)
         #: what no counter changes is computed again only where what it follows from has changed
-        self.moving = [c for c in once if c[2] in moving]
-        self.steady = [c for c in once if c[2] not in moving]
-        made = {write for _, _, write in once}
-        self.given = sorted({n for _, reads, _ in self.steady for n in reads} - made)
+        self.moving = [c for c in once if c.write in moving]
+        self.steady = [c for c in once if c.write not in moving]
+        self._moving, self._steady = (
+            [(c.function, c.reads, c.write) for c in some] for some in (self.moving, self.steady)
+        )
+        made = {call.write for call in once}
+        self.given = sorted({n for call in self.steady for n in call.reads} - made)
         self.known: list[Any] | None = None
         self.copies = [(n, stands_for[n]) for n in sorted(needed) if stands_for.get(n, n) != n]
 
@@ -177,19 +185,23 @@ class HostNumbers:
 
         agree: all counters are known to be one number, which is in the place of the first.
         """
-        if not agree and len({values[n] for n in self.counters}) != 1:
+        if not agree and len({values[n] for n in self.counters}) > 1:
             self.known = None
             for call in self.calls:
                 values[call.write] = call.function(*[values[n] for n in call.reads])
             return False
+        self.settle(values)
+        for function, reads, write in self._moving:
+            values[write] = function(*[values[n] for n in reads])
+        return True
+
+    def settle(self, values: list[Any]) -> None:
+        """What follows from the numbers given and from no counter."""
         given = [values[n] for n in self.given]
         if given != self.known:
             self.known = given
-            for function, reads, write in self.steady:
+            for function, reads, write in self._steady:
                 values[write] = function(*[values[n] for n in reads])
-        for function, reads, write in self.moving:
-            values[write] = function(*[values[n] for n in reads])
-        return True
 
     def spread(self, values: list[Any]) -> None:
         """Gives numbers that were computed once to all who have them."""
@@ -206,7 +218,7 @@ class Cells:
 
     HALF = 8
 
-    def __init__(self, planned: Planned, device: torch.device, key: torch.device | None = None):
+    def __init__(self, planned: Planned, device: torch.device, key: torch.device | None = None, room: int = 0):
         self.device = device
         wanted: dict[torch.dtype, list[int]] = {}
         buffers = planned.plan.buffers
@@ -221,7 +233,11 @@ class Cells:
         self.numbers = sorted(wanted.items(), key=lambda item: -item[0].itemsize)
         sizes = [(torch.int64, 3), *((dtype, len(numbers)) for dtype, numbers in self.numbers)]
         cuda = device.type == "cuda"
-        self.there = torch.zeros(sum(d.itemsize * n for d, n in sizes), dtype=torch.uint8, device=device)
+        size = sum(d.itemsize * n for d, n in sizes)
+        aligned = -(-size // 8) * 8
+        #: the cells, and bytes behind them for what is to arrive by the same copy
+        self.memory = torch.zeros(aligned + room, dtype=torch.uint8, device=device)
+        self.there, self.room = self.memory[:size], self.memory[aligned:]
         parts = split_bytes(self.there, sizes)
         self.tensors = {
             number: part[i]
@@ -250,6 +266,15 @@ class Cells:
             distinct = sorted(set(sources))
             place = {n: i for i, n in enumerate(distinct)}
             self.once.append((distinct, numpy.array([place[n] for n in sources])))
+
+    def layout(self) -> list[tuple[int, str, int]]:
+        """Where each cell is, what it is, and whose number it has while all counters agree. The key comes before."""
+        found, at = [], 3 * torch.int64.itemsize
+        for (dtype, _), (distinct, place) in zip(self.numbers, self.once, strict=True):
+            for source in place.tolist():
+                found.append((at, str(dtype).removeprefix("torch."), distinct[source]))
+                at += dtype.itemsize
+        return found
 
     def fill(self, values: list[Any], key: Sequence[int], alike: bool = False) -> None:
         """Puts the numbers of a step where its kernels read them. `alike`: each was computed once."""
@@ -400,8 +425,11 @@ class BoundPlan:
             op = self.ops[launch.op]
             function = host_function(op)
             assert function is not None
-            kind = (op.name, op.attributes.get("rounding"), *(repr(constant_value(v)) for v in op.operands))
-            self.host.append(HostCall(with_constants(function, op), launch.reads, launch.writes[0], kind))
+            constants = tuple([constant_value(v) for v in op.operands])
+            kind = (op.name, op.attributes.get("rounding"), *map(repr, constants))
+            self.host.append(
+                HostCall(with_constants(function, op), launch.reads, launch.writes[0], kind, op.name, constants)
+            )
             return
         before = len(self.calls)
         if launch.provider == "wait":

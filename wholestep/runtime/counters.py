@@ -21,7 +21,8 @@ from .record import Record, Subjects, record
 class Counters:
     """The numbers of one compiled program, once its optimizer state exists.
 
-    `buffers` hold its results; `stands_for` says whose number a buffer has where all counters are one number.
+    `buffers` hold its results; `stands_for` says whose number a buffer has where all counters are one number; `pack`
+    makes counters neighbours: in this memory, which has 8 bytes for each, or anywhere.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Counters:
         optimizer: torch.optim.Optimizer,
         ema_weight: Callable[[], float],
         stands_for: Mapping[int, int],
-        pack: bool,
+        pack: torch.Tensor | bool,
     ):
         self.plan, self.ema_weight, self.stands_for = plan, ema_weight, stands_for
         results = {r.slot.source: b for r, b in zip(program.results, buffers, strict=True) if r.slot is not None}
@@ -63,11 +64,11 @@ class Counters:
         self.first = min([index for index in numbers if program.slots[index].kind == "optimizer_state"], default=-1)
         #: the values that the numbers were last put into
         self.put_into: list[Any] | None = None
-        if pack:
-            self.pack()
+        if pack is not False:
+            self.pack(pack if isinstance(pack, torch.Tensor) else None)
 
-    def pack(self) -> None:
-        """Makes the counters of one type neighbours in memory."""
+    def pack(self, room: torch.Tensor | None) -> None:
+        """Makes the counters of one type neighbours in memory: in the room, where it is on their device."""
         by_type: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
         for entry in self.tensors:
             if entry[1] >= 0:
@@ -79,6 +80,9 @@ class Counters:
             together = len({t.untyped_storage().data_ptr() for t in tensors}) == 1
             if not together or [t.data_ptr() for t in tensors] != wanted:  # no other program has packed them
                 vector = torch.stack(tensors)
+                if room is not None and room.device == vector.device:
+                    size = vector.numel() * vector.element_size()
+                    vector, room = room[:size].view(vector.dtype).copy_(vector), room[-(-size // 8) * 8 :]
                 for i, (_, _, tensor) in enumerate(entries):
                     tensor.data = vector[i]
             results = [r for _, r, _ in entries]
@@ -94,11 +98,7 @@ class Counters:
             same_groups, self.put_into = False, values
             for index, number in self.still.items():
                 values[index] = number
-        for index, slot in self.hypers:
-            if slot.source == ("ema_weight",):
-                values[index] = self.ema_weight()
-            elif not same_groups:
-                values[index] = float(self.plan.read(slot))
+        self.put_hypers(values, same_groups)
         if self.vectors and not self.tensors and not self.plain:
             agreed = {vector.agreed() for vector in self.vectors}
             if len(agreed) == 1 and None not in agreed:
@@ -112,6 +112,14 @@ class Counters:
         for argument, _, table, key in self.plain:
             values[argument] = float(table[key])
         return False
+
+    def put_hypers(self, values: list[Any], same_groups: bool = False) -> None:
+        """Puts the hyper-parameters alone."""
+        for index, slot in self.hypers:
+            if slot.source == ("ema_weight",):
+                values[index] = self.ema_weight()
+            elif not same_groups:
+                values[index] = float(self.plan.read(slot))
 
     def write(self, values: Sequence[Any], alike: bool = False) -> None:
         """Puts the new numbers, by buffer, into the counters. `alike`: all counters were one number before."""

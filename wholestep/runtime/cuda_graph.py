@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from ..torch_private import clear_cublas_workspaces
 from .bound import BoundPlan
 from .graph_nodes import without_memsets
+from .library_memory import handed_out
 
 #: after this many captures numbers that never stay are no reason to capture once more
 MOST_CAPTURES = 8
@@ -32,12 +34,15 @@ class Graphed:
         taken = sorted(bound.taken)
         stands_for = bound.numbers.stands_for
         #: the numbers that are part of the graph: all of them, and those that stand for all while all counters agree
-        self.every, self.once = picker(taken), picker(sorted({stands_for.get(i, i) for i in taken}))
+        self.held_once = sorted({stands_for.get(i, i) for i in taken})
+        self.every, self.once = picker(taken), picker(self.held_once)
         self.all_alike = picker([stands_for.get(i, i) for i in taken])
         self.kept: Any = None
         self.kept_once: Any = None
         self.warm = False
         self.captures = 0
+        #: whether a replay takes numbers from torch's generator of random numbers, which then moves on
+        self.draws = False
         #: why the steps run launch by launch; "" while they do not
         self.refused = ""
         #: bytes that kernels took beside the plan's memory in the first step
@@ -67,7 +72,9 @@ class Graphed:
             return
         self.capture()
         if self.graph is not None:
+            before = drawn(self.bound.arena.device)
             self.graph.replay()
+            self.draws = drawn(self.bound.arena.device) != before
         else:
             self.bound.run()
 
@@ -77,28 +84,29 @@ class Graphed:
             self.bound.run()
             return
         device, launches, bodies = self.bound.device, self.bound.plan.launches, self.bound.plan.bodies
-        before, at = 0, -1
-
-        def allocated() -> int:
-            """All bytes ever handed out: unlike the peak, the user's figures stay as they are."""
-            return torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)
+        before, at, kept = (0, 0), -1, 0
 
         def enter(name: str) -> None:
             nonlocal before, at
             at = int(name.removeprefix("ws:"))
-            before = allocated()
+            before = handed_out(device)
 
         def leave() -> None:
-            taken = allocated() - before
+            nonlocal kept
+            after = handed_out(device)
+            stays = max(0, after[1] - before[1])
+            kept += stays
+            taken = after[0] - before[0] - stays
             self.taken_by_kernels = max(self.taken_by_kernels, taken)
             if at < 0:
                 return
             launch = launches[at]
-            known = max(launch.makes, bodies[launch.body].made if launch.body >= 0 else 0)
+            known = max(launch.makes, launch.takes, bodies[launch.body].made if launch.body >= 0 else 0)
             if taken > known + SLACK:
                 self.unplanned[launch.name] = max(self.unplanned.get(launch.name, 0), taken - known)
 
         self.bound.run_in_ranges(enter, leave)
+        self.taken_by_kernels += kept
         self.warm = True
 
     def capture(self) -> None:
@@ -112,8 +120,11 @@ class Graphed:
         # a branch fills what the kernels leave idle: nodes keep the priority of the stream they are captured on
         first = {"stream": torch.cuda.Stream(bound.device, priority=-1)} if bound.beside else {}
         torch.cuda.synchronize(bound.device)
+        clear_cublas_workspaces()  # those of the first step; the graph's own lie in its memory
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **first), torch.no_grad():
+                # a graph gives back nothing while it is captured: one block that all its launches take from in turn
+                torch.empty(max(bound.plan.made, self.taken_by_kernels), dtype=torch.uint8, device=bound.arena.device)
                 for at, (call, args, kwargs) in enumerate(bound.calls):  # noqa: B007 - the handler names the launch
                     call(*args, **kwargs)
         except Exception as error:
@@ -122,6 +133,8 @@ class Graphed:
             self.refuse(f"{where} cannot be part of a CUDA graph: {str(error).splitlines()[0]}")
             torch.cuda.synchronize(bound.device)
             return
+        finally:
+            clear_cublas_workspaces()  # for the graph alone: its memory stays with it
         try:
             without_memsets(graph, bound.device)
             graph.instantiate()
@@ -135,6 +148,12 @@ class Graphed:
     def refuse(self, why: str) -> None:
         self.refused = why
         warnings.warn(f"the step runs launch by launch, which costs host time: {why}", stacklevel=2)
+
+
+def drawn(device: torch.device) -> list[int]:
+    """How far torch's generator of random numbers for a GPU has come; nothing where it has none."""
+    index = device.index or 0
+    return [g.get_offset() for g in torch.cuda.default_generators[index : index + 1]]
 
 
 def picker(places: Sequence[int]) -> Callable[[list[Any]], Any]:

@@ -6,6 +6,7 @@ counters tell; eager steps of the optimizer and writes through `.data`, which th
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections.abc import Mapping
@@ -39,7 +40,9 @@ class OwnState:
 
     def __init__(self, options: Options):
         self.options = options
-        self.seed, self.counter = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, 0
+        self.seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+        #: steps so far, where C++ counts them too
+        self.steps = ctypes.c_int64()
         self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self.averaged = 0
         self._versions: dict[str, tuple[int, int]] = {}
@@ -49,11 +52,23 @@ class OwnState:
         self._samples: list[torch.Tensor] = []
         self._sampled: torch.Tensor | None = None
         #: the same inside a CUDA graph
-        self._watch: Watch | None = None
+        self.watched: Watch | None = None
         #: how often the copied parameters were written by the end of the last planned step; None: copies may be old
-        self._counted: Record | None = None
+        self.counted: Record | None = None
         self._copied_of: list[Slot] | None = None
-        self._copied_parameters: list[torch.Tensor] = []
+        #: the parameters of the program used last that have a copy
+        self.copied_parameters: list[torch.Tensor] = []
+        #: whether a copy was made from its parameter since a program was last bound
+        self._made_again = False
+
+    @property
+    def counter(self) -> int:
+        """Steps so far."""
+        return self.steps.value
+
+    @counter.setter
+    def counter(self, steps: int) -> None:
+        self.steps.value = steps
 
     # ---- what a program reads ----------------------------------------------------------------------------------------
 
@@ -88,8 +103,10 @@ class OwnState:
             laid = tuple(torch.empty_like(parameter).stride()) if strides is None else strides
             found = torch.empty_strided(parameter.shape, laid, dtype=dtype, device=parameter.device).copy_(parameter)
             self.tensors[slot.source] = found
+            self._made_again |= slot.kind == "copy"
         elif slot.kind == "copy" and self._versions.get(fqn) != mark(parameters[fqn]):
             found.copy_(parameter)
+            self._made_again = True
         if slot.kind == "copy":
             self._versions[fqn] = mark(parameters[fqn])
         return found
@@ -112,47 +129,50 @@ class OwnState:
         copied = self._copied(slots, parameters)
         if not copied:
             return
-        if self._counted is not None and self._counted.same():
+        if self.counted is not None and self.counted.same():
             return
         for slot in slots:
             if slot.kind == "copy":
                 self.fetch(slot, parameters, device)
         self._count(copied)
-        if self._watch is not None:
-            self._watch.reset()
+        if self.watched is not None:
+            self.watched.reset()
 
     def watch(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], bound: BoundPlan) -> None:
         """Puts the look at a few elements of each copied parameter into a step that runs as a CUDA graph."""
         copied = self._copied(slots, parameters)
         if not copied or bound.device.type != "cuda":
-            self._watch = None
+            self.watched = None
             return
         places = [p.data_ptr() for p in copied]
-        if self._watch is None or self._watch.places != places:  # programs that take turns look at the same elements
-            self._watch = Watch(copied)
-        bound.around(self._watch.head, self._watch.tail)
+        if self.watched is None or self.watched.places != places:  # programs that take turns look at the same elements
+            self.watched = Watch(copied)
+        elif self._made_again:  # a checkpoint was loaded, say: what was there before says nothing
+            self.watched.reset()
+        self._made_again = False
+        bound.around(self.watched.head, self.watched.tail)
 
     def after_step(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor], replayed: bool = False) -> None:
         """After a planned step has written parameters and their copies: they agree. A replayed graph is not counted."""
-        if self._watch is None:
+        if self.watched is None:
             self.follow(slots, parameters)
-        elif replayed and self._counted is not None:
+        elif replayed and self.counted is not None:
             return
         self._count(self._copied(slots, parameters))
 
     def _count(self, copied: list[torch.Tensor]) -> None:
         """Copies agree with their parameters now."""
-        if self._counted is None:
-            self._counted = record(Subjects(counted=copied))
+        if self.counted is None:
+            self.counted = record(Subjects(counted=copied))
         else:
-            self._counted.keep()
+            self.counted.keep()
 
     def _copied(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have a copy; asked for on every step."""
         if self._copied_of is not slots:
-            self._copied_of, self._counted = slots, None
-            self._copied_parameters = [parameters[slot.source[1]] for slot in slots if slot.kind == "copy"]
-        return self._copied_parameters
+            self._copied_of, self.counted = slots, None
+            self.copied_parameters = [parameters[slot.source[1]] for slot in slots if slot.kind == "copy"]
+        return self.copied_parameters
 
     def average_the_rest(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
         """Averages whose parameters the program no longer updates (frozen layers) go on towards their value."""
@@ -168,8 +188,9 @@ class OwnState:
         On the host the copies are then made again. On a GPU the answer is read when it has arrived, without waiting,
         and is an error by then.
         """
-        if self._watch is not None:
-            if self._watch.news():
+        if self.watched is not None:
+            if self.watched.news():
+                self.watched.settle()
                 self.refresh()
                 raise StaleCopyError(STALE)
             return
@@ -186,7 +207,7 @@ class OwnState:
     def refresh(self) -> None:
         """Makes every low-precision copy again before the next step."""
         self._versions.clear()
-        self._counted = self._sampled = None
+        self.counted = self._sampled = None
         self._change_news = News()
 
     # ---- the loss scale ----------------------------------------------------------------------------------------------
@@ -303,6 +324,11 @@ class Watch:
 
     def news(self) -> bool:
         return any(self._arrived)
+
+    def settle(self) -> None:
+        """Forgets what was found, once all that is under way has arrived."""
+        torch.cuda.synchronize(self.changed.device)
+        self.arrived.zero_()
 
     def reset(self) -> None:
         """The parameters were written by somebody who said so."""

@@ -20,8 +20,9 @@ from ..errors import InputError
 from ..torch_private import place_of_tensor, tensor_functions, version_of
 
 #: Without `words` it counts them. With `keep` it writes them down. Else 1 where each is the one written down. Members
-#: come before their number, so that a table that has grown differs before the end of the words.
-SOURCE = """
+#: come before their number, so that a table that has grown differs before the end of the words. Where a tensor lies is
+#: read from its memory where that is known to be the same; torch's functions are asked first whether it can be read.
+WALK = """
 struct Walk {
   int (*next)(void*, long*, void**, void**);
   long (*length)(void*);
@@ -32,6 +33,7 @@ struct Walk {
   i64 (*version)(const void*);
   bool (*trains)(const void*);
   long inside, tag, keep, count, tagged, tables, lists, placed, laid, trained, counted;
+  long storage, data, form;
   char** tags;
   void **table, **list;
   char **place, **lie, **train, **number;
@@ -53,7 +55,44 @@ struct Pen {
   bool note(void* pointer) { return note((i64)pointer); }
 };
 
-static bool walk(const Walk& w, Pen& pen) {
+// Strides of a form: dimensions, sizes and strides of up to five, offset. Those of more dimensions lie elsewhere.
+static const long INSIDE = 5;
+
+// Asks for the memory of tensors that come later: there are many, and each lies in several places.
+static void fetch_ahead(const Walk& w, char** handles, long i, long count) {
+  if (i + 24 < count) __builtin_prefetch(handles[i + 24] + w.inside);
+  if (i + 16 < count) {
+    char* tensor = *(char**)(handles[i + 16] + w.inside);
+    __builtin_prefetch(tensor + w.storage);
+    __builtin_prefetch(tensor + w.form + (1 + 2 * INSIDE) * sizeof(i64));
+  }
+  if (i + 8 < count) {
+    char* tensor = *(char**)(handles[i + 8] + w.inside);
+    __builtin_prefetch(*(char**)(tensor + w.storage) + w.data);
+  }
+}
+
+static bool note_place(const Walk& w, Pen& pen, char* handle, bool direct) {
+  void* address;
+  if (!direct || !w.form) return !w.address(handle, &address) && pen.note(address);
+  char* tensor = *(char**)handle;
+  char* storage = *(char**)(tensor + w.storage);
+  i64* form = (i64*)(tensor + w.form);
+  return storage && pen.note(tensor) && pen.note(*(void**)(storage + w.data)) && pen.note(form[1 + 2 * INSIDE]);
+}
+
+static bool note_strides(const Walk& w, Pen& pen, char* handle, bool direct) {
+  i64* form = direct && w.form ? (i64*)(*(char**)handle + w.form) : 0;
+  i64 dimensions, *strides;
+  if (form && *form <= INSIDE) dimensions = *form, strides = form + 1 + INSIDE;
+  else if (w.dimensions(handle, &dimensions) || w.strides(handle, &strides)) return false;
+  if (!pen.note(dimensions)) return false;
+  for (i64 d = 0; d < dimensions; ++d)
+    if (!pen.note(strides[d])) return false;
+  return true;
+}
+
+static bool walk(const Walk& w, Pen& pen, bool direct = true) {
   for (long i = 0; i < w.tagged; ++i)
     if (!pen.note(*(i64*)(w.tags[i] + w.tag))) return false;
   for (long i = 0; i < w.tables; ++i) {
@@ -69,17 +108,15 @@ static bool walk(const Walk& w, Pen& pen) {
     for (long j = 0; j < members; ++j)
       if (!pen.note(w.item(w.list[i], j))) return false;
   }
+  bool ahead = direct && w.form;
   for (long i = 0; i < w.placed; ++i) {
-    void* address;
-    if (w.address(w.place[i] + w.inside, &address) || !pen.note(address)) return false;
+    if (ahead) fetch_ahead(w, w.place, i, w.placed);
+    if (!note_place(w, pen, w.place[i] + w.inside, direct)) return false;
   }
   for (long i = 0; i < w.laid; ++i) {
-    void *tensor = w.lie[i] + w.inside, *address;
-    i64 dimensions, *strides;
-    if (w.address(tensor, &address) || w.dimensions(tensor, &dimensions) || w.strides(tensor, &strides)) return false;
-    if (!pen.note(address) || !pen.note(dimensions)) return false;
-    for (i64 d = 0; d < dimensions; ++d)
-      if (!pen.note(strides[d])) return false;
+    if (ahead) fetch_ahead(w, w.lie, i, w.laid);
+    if (!note_place(w, pen, w.lie[i] + w.inside, direct) || !note_strides(w, pen, w.lie[i] + w.inside, direct))
+      return false;
   }
   for (long i = 0; i < w.trained; ++i)
     if (!pen.note((i64)w.trains(*(void**)(w.train[i] + w.inside)))) return false;
@@ -88,13 +125,30 @@ static bool walk(const Walk& w, Pen& pen) {
   return true;
 }
 
-extern "C" int NAME(Walk* w) {
-  Pen pen = {w->words, w->keep != 0, w->count, 0};
-  bool same = walk(*w, pen);
-  if (!w->words) w->count = pen.count;
-  return same;
+// Whether all is as it was written down.
+static bool unchanged(const Walk* w) {
+  Pen pen = {w->words, false, w->count, 0};
+  return walk(*w, pen);
+}
+
+// As many words as before; false where there are more now.
+static bool write_down(const Walk* w) {
+  Pen pen = {w->words, true, w->count, 0};
+  return walk(*w, pen);
 }
 """
+SOURCE = (
+    WALK
+    + """
+extern "C" int NAME(Walk* w) {
+  if (w->words) return w->keep ? write_down(w) : unchanged(w);
+  Pen ask = {0, false, 0, 0}, pen = {0, false, 0, 0};
+  bool readable = walk(*w, ask, false) && walk(*w, pen);
+  w->count = pen.count;
+  return readable;
+}
+"""
+)
 
 
 class Record(Protocol):
@@ -115,6 +169,7 @@ class Walk(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("address", "dimensions", "strides", "version", "trains")),
         *((name, ctypes.c_long) for name in ("inside", "tag", "keep", "count")),
         *((name, ctypes.c_long) for name in ("tagged", "tables", "lists", "placed", "laid", "trained", "counted")),
+        *((name, ctypes.c_long) for name in ("storage", "data", "form")),
         *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number", "words")),
     )
 
@@ -150,24 +205,27 @@ class NativeRecord:
         groups = self._groups = of.groups()  # held, so that none of them goes while its address is kept
         self._arrays = [(ctypes.c_void_p * len(group))(*map(id, group)) for group in groups]
         places = map(ctypes.addressof, self._arrays)
-        self._walk = Walk(*walker.functions, walker.inside, walker.tag, 0, 0, *map(len, groups), *places, None)
-        self._at, self._words = ctypes.addressof(self._walk), (ctypes.c_int64 * 0)()
-        self._readable = False
+        where = (*walker.functions, walker.inside, walker.tag, 0, 0, *map(len, groups), *walker.form, *places, None)
+        self._walk = Walk(*where)
+        #: where C++ finds it, for as long as this is held
+        self.at, self._words = ctypes.addressof(self._walk), (ctypes.c_int64 * 0)()
+        #: whether all of it can be read: else it is never the same
+        self.readable = False
         self.keep()
 
     def keep(self) -> None:
         walk = self._walk
         self._members = self._of.members()
         walk.words = None
-        self._call(self._at)
+        readable = self._call(self.at) != 0 and (walk.tag > 0 or not walk.tagged)
         if walk.count != len(self._words):
             self._words = (ctypes.c_int64 * walk.count)()
         walk.words, walk.keep = ctypes.addressof(self._words), 1
-        self._readable = self._call(self._at) != 0 and (walk.tag > 0 or not walk.tagged)
+        self.readable = readable and self._call(self.at) != 0
         walk.keep = 0
 
     def same(self) -> bool:
-        return self._readable and self._call(self._at) != 0
+        return self.readable and self._call(self.at) != 0
 
 
 class PlainRecord:
@@ -197,10 +255,15 @@ class PlainRecord:
 
 
 class Walker:
-    """The compiled call, the functions it is given, where in a Python tensor that of C++ is, and in a dict its tag."""
+    """The compiled call, the functions it is given, where in a Python tensor that of C++ is, and in a dict its tag.
 
-    def __init__(self, call: Callable[[int], int], functions: list[int], inside: int, tag: int) -> None:
-        self.call, self.functions, self.inside, self.tag = call, functions, inside, tag
+    form: where in a tensor its storage is, in a storage its memory, and in a tensor its sizes and strides; or zeros.
+    """
+
+    def __init__(
+        self, call: Callable[[int], int], functions: list[int], inside: int, tag: int, form: tuple[int, int, int]
+    ) -> None:
+        self.call, self.functions, self.inside, self.tag, self.form = call, functions, inside, tag, form
 
 
 def record(of: Subjects) -> Record:
@@ -230,9 +293,8 @@ def _native(compiler: Compiler) -> Walker | str:
     if isinstance(built, Exception):
         return str(built)
     # a type that keeps Python's lock: nobody changes what is walked over
-    return Walker(
-        ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address_of(built)), functions, inside, place_of_tag()
-    )
+    call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address_of(built))
+    return Walker(call, functions, inside, place_of_tag(), places_in_tensors(inside))
 
 
 def functions_of_python() -> list[int]:
@@ -249,6 +311,30 @@ def place_of_tag() -> int:
         change()
         seen.append(word[3])
     return 24 if sys.version_info < (3, 13) and len(set(seen)) == len(seen) else 0
+
+
+def places_in_tensors(inside: int) -> tuple[int, int, int]:
+    """Bytes to the storage of a tensor, to the memory of a storage, and to dimensions, sizes, strides and offset of a
+    tensor. Found by looking at tensors of which all that is known; zeros where they do not tell.
+    """
+
+    def words(address: int, count: int) -> list[int]:
+        return list((ctypes.c_int64 * count).from_address(address))
+
+    def tensor_of_c(tensor: torch.Tensor) -> int:
+        return words(id(tensor) + inside, 1)[0]
+
+    base, other = torch.zeros(64), torch.zeros(64)
+    seen = [base.data, base.as_strided((2, 3, 4), (17, 5, 1), 7).data, other.data]
+    one, two, three = (words(tensor_of_c(t), 20) for t in seen)
+    # what two tensors of one storage share, and a third does not
+    storages = [i for i in range(20) if one[i] == two[i] != three[i] and one[i] % 8 == 0 and one[i] > 1 << 16]
+    forms = [i for i in range(9) if two[i : i + 4] == [3, 2, 3, 4] and two[i + 6 : i + 9] == [17, 5, 1]]
+    if len(storages) != 1 or len(forms) != 1 or two[forms[0] + 11] != 7 or one[forms[0] + 11] != 0:
+        return 0, 0, 0
+    memory = [words(row[storages[0]], 8) for row in (one, three)]
+    places = [i for i in range(8) if (memory[0][i], memory[1][i]) == (base.data_ptr(), other.data_ptr())]
+    return (storages[0] * 8, places[0] * 8, forms[0] * 8) if places else (0, 0, 0)
 
 
 def address_of(function: Any) -> int:

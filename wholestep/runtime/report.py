@@ -250,7 +250,7 @@ def execution_of(compiled: Any) -> dict[str, Any]:
                 allocating[launch.name] = allocating.get(launch.name, 0) + 1
     return {
         "by": by,
-        "why": graph.refused if graph is not None else "",
+        "why": (graph.refused if graph is not None else "") or slow_host(compiled),
         "launches": len(plan.launches),
         "order": plan.order,
         "placer": plan.placer,
@@ -265,6 +265,12 @@ def execution_of(compiled: Any) -> dict[str, Any]:
         "taken": graph.taken_by_kernels if graph is not None else 0,
         "unplanned": dict(sorted(graph.unplanned.items())) if graph is not None else {},
     }
+
+
+def slow_host(compiled: Any) -> str:
+    """Why a step that runs as a graph takes more host time than it could; "" where it does not."""
+    why = compiled.long_way[1]
+    return f"no step is done again by one call, which costs host time: {why}" if why else ""
 
 
 def autocast_of(step: Any, low: Any) -> CastBytes | str:

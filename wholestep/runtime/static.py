@@ -22,6 +22,7 @@ from ..plan.planner import Planned
 from ..torch_private import foreach_copy
 from .bound import BoundPlan, Cells
 from .cuda_graph import Graphed
+from .library_memory import measure
 
 
 class Unfit(Exception):
@@ -54,7 +55,8 @@ class StaticStep:
         arena: Arena,
     ):
         self.slots, self.numbers, self.device, self.plan_for = slots, frozenset(numbers), device, plan_for
-        self.planned, self.arena, self.on_host = plan_for(strides), arena, device.type == "cpu"
+        self.arena, self.on_host = arena, device.type == "cpu"
+        self.planned = self.planned_for(strides)
         self.batch = [(i, s.source[1]) for i, s in enumerate(slots) if s.kind == "batch"]
         self.bound: BoundPlan | None = None
         self.graph: Graphed | None = None
@@ -69,6 +71,13 @@ class StaticStep:
     def plan(self) -> Plan:
         return self.planned.plan
 
+    def planned_for(self, strides: list[Any]) -> Planned:
+        """The plan, with what libraries take beside it."""
+        planned = self.plan_for(strides)
+        if self.device.type == "cuda":
+            measure(planned, self.device)
+        return planned
+
     # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -77,12 +86,13 @@ class StaticStep:
         buffers = self.plan.buffers
         for i, (have, tensor) in enumerate(zip(strides, inputs, strict=True)):
             if i not in self.numbers and not same_places(tuple(tensor.shape), have, buffers[i].strides):
-                self.planned = self.plan_for(strides)
+                self.planned = self.planned_for(strides)
                 break
         self.refuse_shared(inputs)
         self.bound = self.graph = None  # the memory of the old binding goes first
         key = self.device if self.device.type == "cpu" or device_random() else torch.device("cpu")
-        cells = Cells(self.planned, self.device, key)
+        counters = [i for i in sorted(self.numbers) if self.slots[i].kind == "optimizer_state"]
+        cells = Cells(self.planned, self.device, key, 8 * len(counters))
         arguments: list[torch.Tensor | None] = []
         for i, (slot, tensor) in enumerate(zip(self.slots, inputs, strict=True)):
             if i in self.numbers:
@@ -94,7 +104,6 @@ class StaticStep:
                 arguments.append(torch.empty_strided(slot.type.shape, laid, dtype=dtype, device=self.device))
             else:
                 arguments.append(tensor.detach())
-        counters = [i for i in sorted(self.numbers) if self.slots[i].kind == "optimizer_state"]
         arena = self.arena.take(self.plan.arena, self.device)
         self.bound = BoundPlan(self.planned, self.device, arguments, arena, cells, counters)
         self.fixed = [t for i, _ in self.batch if (t := arguments[i]) is not None]

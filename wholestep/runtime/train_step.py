@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, overload
@@ -44,9 +44,11 @@ from . import fusions, own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
 from .checkpoint import check_checkpoint
 from .counters import Counters
+from .cuda_graph import Graphed
 from .executor import Executable
 from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
+from .replay import LongWay, Replay
 from .report import Report, report_of
 from .saved import write_step
 from .signals import Uninterrupted
@@ -103,6 +105,9 @@ class Compiled:
         #: which kernel runs each attention, and why
         self.attentions: list[Decision] = []
         self.counters: Counters | None = None
+        #: what does a step again by one call, once it has run as a graph; else the graph that it cannot do, and why not
+        self.again: Replay | None = None
+        self.long_way: tuple[Any, str] = (None, "")
 
     @property
     def planned(self) -> Planned | None:
@@ -182,6 +187,8 @@ class TrainStep:
         self._loss_news, self._latest_loss = News(), None
         self.optimizer_plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
+        #: does the last step again by one call, where nothing has changed since
+        self._again: Replay | None = None
         self._notice: Any = None
         self._holds_averages = False
         if compile_now:
@@ -199,24 +206,10 @@ class TrainStep:
                 "the step was called in a DataLoader worker, which is another process with a copy of the model: what "
                 "it learns there is lost; call it in the loop that reads the loader"
             )
-        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with self._lock, outside, profiled("wholestep.step"):
-            start = time.perf_counter()
-            refuse_autocast("called")
-            if self._holds_averages:
-                raise InputError(
-                    "the step was called inside `with step.averaged()`, where the model holds its averages: what it "
-                    "learns there would be lost; leave the block first"
-                )
-            cut = None
-            warm = self._warm(batch, named)
-            if warm is None:
-                given, cut = self._fill(as_compiled(self.example_batch, batch, named))
-                warm = self._variant(given)
-                self._verify(*warm, given)
-            result = self._run(*warm, cut)
-            self._durations.append(time.perf_counter() - start)
-            return result
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._timed(batch, named)
+        return self._timed(batch, named)
 
     @property
     def device(self) -> torch.device:
@@ -254,6 +247,7 @@ class TrainStep:
             if static is None:
                 raise InputError("this step has no plan to annotate: it runs through the reference executor")
             nvtx = torch.cuda.nvtx
+            self._again = None  # a graph has no ranges
             static.ranges = (nvtx.range_push, nvtx.range_pop) if self.device.type == "cuda" else (str, lambda: None)
             try:
                 return self(*batch, **named)
@@ -436,6 +430,37 @@ class TrainStep:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
+    def _timed(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        with self._lock, profiled("wholestep.step"):
+            start = time.perf_counter()
+            refuse_autocast("called")
+            if self._holds_averages:
+                raise InputError(
+                    "the step was called inside `with step.averaged()`, where the model holds its averages: what it "
+                    "learns there would be lost; leave the block first"
+                )
+            again = self._again
+            found = None if again is None else again(batch, named)
+            if again is None or found is None:
+                result = self._long_way(batch, named)
+            else:
+                mark_optimizer_called(self.optimizer)
+                result = self._handed_over(again.compiled, found, None)
+            self._durations.append(time.perf_counter() - start)
+            return result
+
+    def _long_way(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A step of which something may have changed since the last one."""
+        again, self._again, cut = self._again, None, None
+        if again is not None:
+            again.settle()
+        warm = self._warm(batch, named)
+        if warm is None:
+            given, cut = self._fill(as_compiled(self.example_batch, batch, named))
+            warm = self._variant(given)
+            self._verify(*warm, given)
+        return self._run(*warm, cut)
+
     def _fill(self, batch: Any) -> tuple[Any, Cut | None]:
         """The batch padded to its bucket, where that is wanted and exact."""
         if self._padding is None:
@@ -461,18 +486,22 @@ class TrainStep:
                 found = self._run_planned(compiled, compiled.static, batch)
             if compiled.static is None:
                 found = self._run_reference(compiled, batch)
-            user = [found[i] for i in compiled.users]
-            norm = None if compiled.norm is None else found[compiled.norm]
-            finite = None if compiled.finite is None else found[compiled.finite]
             compiled.plan.finish(program.updated)
             mark_optimizer_called(self.optimizer)
             self._own.counter += 1
             if self.options.ema is not None:
                 self._own.average_the_rest(program.slots, program.captured.parameters)
                 self._own.averaged += 1
+        return self._handed_over(compiled, found, cut)
+
+    def _handed_over(self, compiled: Compiled, found: list[Any], cut: Cut | None) -> Any:
+        """The results of a step as the user gets them."""
+        user = [found[i] for i in compiled.users]
+        norm = None if compiled.norm is None else found[compiled.norm]
+        finite = None if compiled.finite is None else found[compiled.finite]
         if cut is not None:
             user = [cut_back(t, cut, dimensions) for t, dimensions in zip(user, cut.dimensions, strict=True)]
-        exported = program.captured.exported
+        exported = compiled.program.captured.exported
         result = unflatten(exported.output_structure, user)
         self.last = SimpleNamespace(
             loss=user[exported.loss_index],
@@ -522,7 +551,7 @@ class TrainStep:
                     del self.optimizer.state[parameter]
             raise
         if compiled.snapshot is None:
-            pack = compiled.device.type == "cuda"
+            pack = compiled.device.type == "cuda" and bound.cells.room
             buffers = [r.buffer for r in static.plan.results]
             compiled.counters = Counters(
                 program,
@@ -542,7 +571,25 @@ class TrainStep:
             hypers = {slot.source[2] for _, slot in counters.hypers if slot.source[0] == "group"}
             compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, hypers)
         own.after_step(program.slots, parameters, static.replayed)
+        if static.replayed and static.alike and self._padding is None:
+            self._again = self._repeatable(compiled, static)
         return [v.clone() for v in bound.outputs(compiled.returned, static.alike)]
+
+    def _repeatable(self, compiled: Compiled, static: StaticStep) -> Replay | None:
+        """What does the step that has just run as a graph again by one call."""
+        again, graph = compiled.again, static.graph.graph if isinstance(static.graph, Graphed) else None
+        if again is None or not again.stands():
+            compiled.again = None
+            if graph is None or compiled.long_way[0] is graph:
+                return None
+            try:
+                again = compiled.again = Replay(compiled, self._own, self.optimizer, self.example_batch)
+            except LongWay as why:
+                compiled.long_way = (graph, str(why))
+                return None
+        else:
+            again.load()
+        return again
 
     def _refuse_converted(self, compiled: Compiled, inputs: list[torch.Tensor], created: dict[str, Any]) -> None:
         """Raises where state of the optimizer is not a tensor that can be updated in place."""

@@ -92,6 +92,11 @@ class Snapshot:
         if self.fixed and self.untouched_groups.same():
             self.same_groups = True
             return True
+        return self.holds_groups()
+
+    def holds_groups(self) -> bool:
+        """Whether of the optimizer's groups nothing but hyper-parameters has changed; `same_groups`: not even those."""
+        self.same_groups = False
         if any(
             now["params"] is not before["params"] for now, before in zip(self.param_groups, self.groups, strict=True)
         ):

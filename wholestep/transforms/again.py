@@ -1,8 +1,9 @@
 """`compute_again`: kernels compute what others would have to write for them, where that moves fewer bytes.
 
 After ops are joined, a tensor that passes from one kernel to others may be cheap to compute from what these read
-anyway, such as a normalised value beside the input it is made of. Each reader then gets the cheap ops that make it, and
-the tensor is not written where nobody else reads it. What counts is bytes; legality is that of any kernel.
+anyway, or from what is in memory anyway, such as a normalised value from what was normalised and its statistics. Each
+reader then gets the cheap ops that make it, and the tensor is not written where nobody else reads it. What counts is
+bytes; legality is that of any kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..ir.core import Op, Value
+from ..dialects.step import StepBuilder
+from ..dialects.step.normalization import RowNorm
+from ..ir.core import Block, Op, Value
 from .regions import base, is_source, is_view, piece_of
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 CHEAP = frozenset(
     f"step.{n}"
     for n in ("cast", "neg", "abs", "relu", "add", "sub", "mul", "select", "lt", "le", "gt", "ge", "eq", "ne")
+    + ("spread_rows",)
 )
 #: and those that may run once more per kernel all the same
 RUN_AGAIN = CHEAP | {f"step.{n}" for n in ("sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum")}
@@ -47,9 +51,26 @@ def compute_again(fuser: Fuser, groups: list[Group]) -> list[Group]:
 
 def move(fuser: Fuser, group: Group, value: Value) -> bool:
     """Has the kernels that read a value compute it, if that saves bytes; says whether one does."""
+    assert value.op is not None
+    if issubclass(value.op.definition, RowNorm):
+        return normalise_again(fuser, group, value)
     ops = makers(value, set(group.members))
-    if not ops:
+    readers, written = other_readers(fuser, group, value) if ops else ([], False)
+    if not readers:
         return False
+    leaves = {base(v) for op in ops for v in op.operands if v.op not in ops}
+    leaves = {v for v in leaves if v.op is None or not is_source(v.op)}
+    size = value.type.bytes
+    prices = [price(fuser, other, leaves) for other in readers]
+    all_of_them = not written and sum(prices) < size * (len(readers) + 1)
+    if all_of_them and attempt(fuser, group, value, ops, readers):
+        return True
+    cheaper = [other for other, more in zip(readers, prices, strict=True) if more < size]
+    return any([attempt(fuser, group, value, ops, [other]) for other in cheaper])
+
+
+def other_readers(fuser: Fuser, group: Group, value: Value) -> tuple[list[Group], bool]:
+    """The other kernels that read a value, none where they may not compute it; whether it is written in any case."""
     readers: dict[int, Group] = {}
     written = False
     for user in through_views(value):
@@ -58,22 +79,38 @@ def move(fuser: Fuser, group: Group, value: Value) -> bool:
             written = True
         elif other is not group:
             readers[id(other)] = other
-    if not readers or len(readers) > READERS:
+    found, own = list(readers.values()), half(fuser, group)
+    if len(found) > READERS or any(half(fuser, o) != own or is_forbidden(fuser, value, o) for o in found):
+        return [], written
+    return found, written
+
+
+def price(fuser: Fuser, reader: Group, leaves: Iterable[Value]) -> int:
+    """Bytes that a kernel reads more if it reads these as well."""
+    has = {base(v) for v in piece_of(reader.members, fuser.position).inputs}
+    return sum(v.type.bytes for v in leaves if v not in has)
+
+
+def normalise_again(fuser: Fuser, group: Group, value: Value) -> bool:
+    """Has kernels compute a normalised value from what was normalised and its statistics, where that is in memory."""
+    op = value.op
+    assert op is not None
+    x, members = base(op.operands[0]), set(group.members)
+    rule = getattr(op.definition, "normalised", None)
+    if rule is None or value is not op.results[0] or (x.op in members and not leaves_kernel(x, members)):
         return False
-    leaves = {base(v) for op in ops for v in op.operands if v.op not in ops}
-    leaves = {v for v in leaves if v.op is None or not is_source(v.op)}
-    size = value.type.bytes
-    prices = {}
-    for key, other in readers.items():
-        has = {base(v) for v in piece_of(other.members, fuser.position).inputs}
-        prices[key] = sum(v.type.bytes for v in leaves if v not in has)
-    if any(half(fuser, group) != half(fuser, other) or is_forbidden(fuser, value, other) for other in readers.values()):
+    readers, written = other_readers(fuser, group, value)
+    if written or sum(price(fuser, other, [x]) for other in readers) >= value.type.bytes * (len(readers) + 1):
         return False
-    all_of_them = not written and sum(prices.values()) < size * (len(readers) + 1)
-    if all_of_them and attempt(fuser, group, value, ops, list(readers.values())):
-        return True
-    cheaper = [other for key, other in readers.items() if prices[key] < size]
-    return any([attempt(fuser, group, value, ops, [other]) for other in cheaper])
+    formula = Block()
+    made = rule(StepBuilder(formula, None, op.loc, op.phase), op, *op.results[1:])
+    ops = list(formula)
+    fuser.position.update((one, i) for i, one in enumerate(ops))
+    done = bool(readers) and attempt(fuser, group, value, set(ops), readers, made)
+    for one in reversed(ops):
+        del fuser.position[one]
+        one.erase()
+    return done
 
 
 def makers(value: Value, members: set[Op]) -> set[Op]:
@@ -150,12 +187,17 @@ class Change:
             group.members[:] = members
 
 
-def attempt(fuser: Fuser, group: Group, value: Value, ops: set[Op], readers: list[Group]) -> bool:
-    """Gives each reader its own copy of the ops; takes everything back if one of the kernels could not be written."""
+def attempt(
+    fuser: Fuser, group: Group, value: Value, ops: set[Op], readers: list[Group], instead: Value | None = None
+) -> bool:
+    """Gives each reader its own copy of the ops; takes everything back if one of the kernels could not be written.
+
+    instead: what the ops make, where that is not the value itself.
+    """
     change = Change()
     for other in readers:
         change.members.append((other, list(other.members)))
-        copy_into(fuser, change, value, ops, other)
+        copy_into(fuser, change, value, ops, other, instead)
     change.members.append((group, list(group.members)))
     unread = drop_unread(group)
     touched = [*readers, group] if group.members else readers
@@ -169,7 +211,9 @@ def attempt(fuser: Fuser, group: Group, value: Value, ops: set[Op], readers: lis
     return True
 
 
-def copy_into(fuser: Fuser, change: Change, value: Value, ops: set[Op], other: Group) -> None:
+def copy_into(
+    fuser: Fuser, change: Change, value: Value, ops: set[Op], other: Group, instead: Value | None = None
+) -> None:
     new: dict[Value, Value] = {}
     readers = [(u, u.operands) for u in other.members if any(base(v) is value for v in u.operands)]
     first = readers[0][0]
@@ -182,7 +226,7 @@ def copy_into(fuser: Fuser, change: Change, value: Value, ops: set[Op], other: G
         fuser.position[copy] = at - 0.5 + len(change.made) * 1e-6
         change.made.append(copy)
         new.update(zip(op.results, copy.results, strict=True))
-        if not is_view(op):
+        if not is_view(op) and not is_source(op):
             fuser.groups[copy] = other
             other.members.append(copy)
 
@@ -196,6 +240,7 @@ def copy_into(fuser: Fuser, change: Change, value: Value, ops: set[Op], other: G
 
     for op in sorted(ops, key=fuser.position.__getitem__):
         copied(op)
+    new[value] = new[value if instead is None else instead]
     for user, operands in readers:
         change.operands.append((user, tuple(operands)))
         user.set_operands([seen(v) if base(v) is value else v for v in operands])

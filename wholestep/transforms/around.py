@@ -170,7 +170,7 @@ def listed(op: Op) -> list[list[int]]:
 
 def join_around(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Lets anchors that a provider takes for itself take their neighbours along; gives the kernels that are left."""
-    anchors = [op for op in fuser.nodes if op.name in TAKES and fuser.stands_alone(op)]
+    anchors = [op for op in fuser.nodes if op.name in TAKES and op.groups > 1 and fuser.stands_alone(op)]
     anchors = [op for op in anchors if fuser.groups[op].members == [op] and any(fuser.groups[op] is g for g in groups)]
     read = dict.fromkeys(base(op.operands[0]) for op in anchors if TAKES[op.name][0])
     for value in read:

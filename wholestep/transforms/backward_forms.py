@@ -19,13 +19,13 @@ from ..dialects.step.shape import Pad, Slice
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
-from . import positions  # noqa: F401  (it registers)
+from . import bias_apart, positions  # noqa: F401  (they register)
 from .layout import channels_last, is_wide
 from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
 from .pointwise_convolution import lie_channels_last, taps
 
 #: the forms, in the order in which they are taken
-FORMS = ("short_positions", "strided_gradient", "own_padding", "gradient_as_convolution")
+FORMS = ("bias_apart", "short_positions", "strided_gradient", "own_padding", "gradient_as_convolution")
 
 
 @register_transformation

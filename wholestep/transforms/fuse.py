@@ -27,8 +27,22 @@ from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
 from .opportunity import site_names
+from .put_off import UPDATE, may_wait, put_off
 from .recompute import originals
-from .regions import ANCHORS, Bodies, Body, Piece, base, body_of, could_be_pieces, is_source, is_view, piece_of
+from .regions import (
+    ANCHORS,
+    Bodies,
+    Body,
+    Piece,
+    base,
+    body_of,
+    could_be_pieces,
+    is_source,
+    is_view,
+    piece_of,
+    readers_of,
+)
+from .remembered import Keeper, digest_of, recall, remember
 from .tall_products import join_tall
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
@@ -179,8 +193,12 @@ class Fuser:
         force: Sequence[str] = (),
         seconds: Seconds | None = None,
         products: bool = False,
+        kept: Keeper | None = None,
     ):
         self.function = function
+        # (what a user asks for, or the clock decides, does not follow from the program)
+        self.kept = None if recipe or force or forbid or products else kept
+        self.program = ""
         self.seconds, self.products = seconds, products
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
@@ -197,6 +215,7 @@ class Fuser:
         self.number_streams()
         self.take_apart()
         self.duplicate()
+        put_off(self)
         ops = [op for op in self.block if not op.definition.terminator]
         self.position: dict[Op, float] = {op: i for i, op in enumerate(self.block)}
         names = site_names(root_of(self.function))
@@ -337,12 +356,26 @@ class Fuser:
     def join(self, ops: Sequence[Op]) -> list[Group]:
         """The groups of some ops: every op is one to begin with."""
         self.nodes = [op for op in ops if not is_source(op)]
-        self.reach = Reach(self.nodes)
         self.groups = groups = {
             op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
         }
-        if self.recipe:
-            return self.around(replay(self, self.recipe))
+        self.refused: dict[tuple[Op, Op], tuple[str, int]] = {}
+        digest = "" if self.kept is None else digest_of(self)
+        if self.kept is None or not recall(self.kept, digest, self):
+            self.reach = Reach(self.nodes)
+            if self.recipe:
+                return self.around(replay(self, self.recipe))
+            self.join_all()
+            if self.kept is not None:
+                remember(self.kept, digest, self)
+        chosen = {
+            id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
+        }
+        return self.around(list(chosen.values()))
+
+    def join_all(self) -> None:
+        """Joins whatever can be."""
+        groups = self.groups
         join_forced(self, self.force)
         fusible = [op for op in self.nodes if self.is_fusible(op)]
         #: they go with their reader rather than with what they read: it is smaller than what they make
@@ -356,10 +389,6 @@ class Fuser:
         self.join_siblings(self.nodes)
         if self.seconds is not None and self.products:
             self.join_products(self.nodes, self.seconds)
-        chosen = {
-            id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
-        }
-        return self.around(list(chosen.values()))
 
     def around(self, groups: list[Group]) -> list[Group]:
         """What is done once ops are joined: kernels compute what others wrote for them, anchors take others along."""
@@ -446,11 +475,15 @@ class Fuser:
     def try_join(self, a: Group, b: Group, producer: Op, consumer: Op) -> bool:
         why = self.why_not(a, b, producer, consumer)
         if why:
-            pair = self.names[producer], self.names[consumer]
-            self.fusion.refusals[pair], self.fusion.gains[pair] = why, bytes_between(self, producer, consumer)
+            self.refuse(producer, consumer, why, bytes_between(self, producer, consumer))
             return False
         self.gather([*a.members, *b.members])
         return True
+
+    def refuse(self, producer: Op, consumer: Op, why: str, gain: int) -> None:
+        """Notes why two are not joined, and the bytes that move because of it."""
+        pair = self.names[producer], self.names[consumer]
+        self.refused[producer, consumer] = self.fusion.refusals[pair], self.fusion.gains[pair] = why, gain
 
     def why_not(self, a: Group, b: Group, producer: Op, consumer: Op) -> str:
         key = f"{self.names[consumer]} <- {self.names[producer]}"
@@ -474,13 +507,15 @@ class Fuser:
         return HALVES.get(op.phase, 3)
 
     def may_wait(self, a: Group, b: Group) -> bool:
-        """Whether the first may be put off until the second runs: what it reads is no larger than what it gives, and
+        """Whether the first may be put off until the second runs: what it reads is small beside what it gives, and
         nobody else waits for it, so that a narrow gradient is kept instead of a wide one."""
         piece = piece_of(a.members, self.position)
-        given = {u for v in piece.outputs for u in v.uses}
-        if any(u not in b.members and not is_view(u) for u in given) or any(op.name not in CHEAP for op in a.members):
+        half = max(map(self.half, b.members))
+        others = {u for v in piece.outputs for u in readers_of(v) if u not in b.members}
+        if any(half < UPDATE or self.half(u) != half for u in others) or any(op.name not in CHEAP for op in a.members):
             return False
-        return sum(v.type.bytes for v in piece.inputs) <= sum(v.type.bytes for v in piece.outputs)
+        read, made = (sum(v.type.bytes for v in values) for values in (piece.inputs, piece.outputs))
+        return may_wait(read, made, half)
 
     def gather(self, ops: Iterable[Op]) -> Group:
         """Makes ops, with the groups they are in, one group."""
@@ -488,7 +523,11 @@ class Fuser:
         members = sorted({m for g in old for m in g.members}, key=self.position.__getitem__)
         if len(members) > 1:
             self.reach.unite(members)
-        joined = Group(members, max(g.points for g in old))
+        return self.unite(members)
+
+    def unite(self, members: list[Op]) -> Group:
+        """A group of ops, whatever groups they were in."""
+        joined = Group(members, max(self.groups[op].points for op in members))
         for op in members:
             self.groups[op] = joined
         return joined
@@ -563,14 +602,6 @@ class Fuser:
             block.append(op)
 
 
-def readers_of(value: Value) -> list[Op]:
-    """Who reads a value, through views as well."""
-    found: list[Op] = []
-    for user in dict.fromkeys(value.uses):
-        found += readers_of(user.results[0]) if is_view(user) else [user]
-    return found
-
-
 #: how many of its results, after the first, are the statistics of a normalisation
 STATISTICS = {"step.layer_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
 LARGE, NEAR, SMALLER = 1 << 16, 80, 4
@@ -589,14 +620,16 @@ def fuse(
     force: Sequence[str] = (),
     seconds: Seconds | None = None,
     products: bool = False,
+    kept: Keeper | None = None,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
     host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
     wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
-    is decided by the clock: neighbours of tall products, with `products` those of all.
+    is decided by the clock: neighbours of tall products, with `products` those of all. kept: what was joined before in
+    the same program (`remembered.py`).
     """
-    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds, products).run()
+    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds, products, kept).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

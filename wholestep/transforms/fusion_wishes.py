@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import InputError
 from ..ir.core import Op, Value
 from .opportunity import near
-from .regions import is_view, piece_of
+from .regions import is_view, piece_of, readers_of
 from .tall_products import is_tall
 
 if TYPE_CHECKING:
@@ -183,13 +183,5 @@ def bytes_between(fuser: Fuser, producer: Op, consumer: Op) -> int:
     read = fuser.read(consumer)
     made = [v for v in read if v.op is producer]
     if made:
-        return sum(v.type.bytes * (1 + (readers_of(v) <= {consumer})) for v in made)
+        return sum(v.type.bytes * (1 + (set(readers_of(v)) <= {consumer})) for v in made)
     return sum(v.type.bytes for v in set(read) & set(fuser.read(producer)))
-
-
-def readers_of(value: Value) -> set[Op]:
-    """Who reads a value, also through views."""
-    found: set[Op] = set()
-    for user in value.uses:
-        found |= readers_of(user.results[0]) if is_view(user) else {user}
-    return found

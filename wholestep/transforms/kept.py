@@ -7,9 +7,11 @@ given their statistics. A value on the cut is kept and costs its bytes; what lie
 
 What counts is bytes: those that are kept, and those that computing again moves beside what backward reads anyway.
 - A value that forward writes to memory in any case, because a product reads it, is cheaper to keep than one that would
-  be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`).
+  be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`),
+  unless the product waits for memory and can compute it while it reads (`tall_products.py`).
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
-  bytes of all joined operands but the largest. It keeps a residual stream from being summed up again.
+  bytes of all joined operands but the largest, and kept tensors of at most `joined` times its own bytes are read for
+  it. So every other sum of a residual stream is kept, and what is added to it where that is smaller.
 - A value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
   cut goes beyond that, the first value that does counts as one that forward alone can make, and it is cut again.
 """
@@ -35,6 +37,7 @@ from .opportunity import take as take_all
 from .recompute import Recompute, bytes_of, is_late, is_made, run_again, why_not
 from .regenerate import EARLY
 from .regions import ANCHORS
+from .tall_products import is_tall
 
 NORMALISATIONS = (LayerNorm, RmsNorm, GroupNorm, BatchNorm)
 MOVES = (Shape, SliceUpdate, Concat)
@@ -67,8 +70,9 @@ class Limits:
     """How far computing again goes; the module's docstring says what each means."""
 
     ops: int = 30
-    reads: float = 4.0
-    joins: float = 1.0
+    reads: float = 4.5
+    joins: float = 0.5
+    joined: float = 2.25
     writes: float = 0.25
     rewrites: float = 0.5
     least: int = 4096  # values of fewer bytes are kept for nothing
@@ -166,10 +170,11 @@ class Values:
                     self.cheap.add(op)
             elif is_late(op):
                 read.update((v, None) for v in op.operands if v.op is not None and v.op.phase in EARLY)
-            if op.name in ANCHORS:
-                (self.written if op.phase in EARLY else self.rewritten).update(map(base_of, op.operands))
-                if op.phase in EARLY:
-                    self.written.update(op.results)
+            if op.name in ANCHORS and op.phase in EARLY:
+                self.written.update(map(base_of, op.operands))
+                self.written.update(op.results)
+            elif op.name in ANCHORS and not is_tall(op):
+                self.rewritten.update(map(base_of, op.operands))
         self.read = list(read)
         if self.block.last is not None:
             self.given_back.update(map(base_of, self.block.last.operands))
@@ -219,7 +224,8 @@ def minimum(values: Values) -> list[Op]:
     number = {v: 2 * n for n, v in enumerate(order)}  # the value as it is made; one more is the value as it is read
     start, end = 2 * len(order), 2 * len(order) + 1
     network = Network(end + 1)
-    for value, surplus in zip(order, joined(order, sources), strict=True):
+    joins: set[Value] = set()
+    for value, surplus in zip(order, joined(order, sources, set(values.read)), strict=True):
         made_of, node = sources[value], number[value]
         network.add(node, node + 1, values.cost(value))
         if made_of is None:
@@ -228,6 +234,8 @@ def minimum(values: Values) -> list[Op]:
         for source in made_of:
             network.add(number[source] + 1, node, UNBOUNDED)
         network.add(start, node, values.cost_again(value, surplus))
+        if surplus:
+            joins.add(value)
     for value in wanted:
         network.add(number[value] + 1, end, UNBOUNDED)
     while True:
@@ -235,15 +243,18 @@ def minimum(values: Values) -> list[Op]:
         behind = network.before_sink(end)
         kept = {v for v, node in number.items() if behind[node + 1] and not behind[node]}
         again = needed(wanted, kept, sources)
-        beyond = beyond_limits([v for v in order if v in again], kept, sources, values.limits)
+        beyond = beyond_limits([v for v in order if v in again], kept, sources, values.limits, joins)
         if not beyond:
             return [v.op for v in order if v in again and v.op is not None]
         for value in beyond:
             network.add(start, number[value], UNBOUNDED)
 
 
-def joined(order: Sequence[Value], sources: dict[Value, list[Value] | None]) -> list[int]:
-    """Of each value the bytes that its op reads beyond its largest operand, of operands that have another origin."""
+def joined(order: Sequence[Value], sources: dict[Value, list[Value] | None], read: set[Value]) -> list[int]:
+    """Of each value the bytes that its op reads beyond its largest operand, of operands that have another origin.
+
+    A product of factors that backward reads has none: the kernel of its gradient reads them all.
+    """
     origin: dict[Value, int] = {}  # a bit per value that forward alone can make
     found: list[int] = []
     for value in order:
@@ -251,8 +262,9 @@ def joined(order: Sequence[Value], sources: dict[Value, list[Value] | None]) -> 
         covered = surplus = 0
         if made_of is None:
             covered = 1 << len(found)
+        by_gradient = value.op is not None and value.op.name == "step.mul" and read.issuperset(made_of or ())
         for source in sorted(made_of or (), key=bytes_of, reverse=True):
-            if covered and origin[source] & ~covered:
+            if covered and origin[source] & ~covered and not by_gradient:
                 surplus += bytes_of(source)
             covered |= origin[source]
         origin[value] = covered
@@ -273,7 +285,11 @@ def needed(wanted: Sequence[Value], kept: set[Value], sources: dict[Value, list[
 
 
 def beyond_limits(
-    again: Sequence[Value], kept: set[Value], sources: dict[Value, list[Value] | None], limits: Limits
+    again: Sequence[Value],
+    kept: set[Value],
+    sources: dict[Value, list[Value] | None],
+    limits: Limits,
+    joins: set[Value],
 ) -> list[Value]:
     """The first values on each way that take too many ops or read too much; what follows starts anew from them."""
     beyond: list[Value] = []
@@ -288,7 +304,8 @@ def beyond_limits(
             continue
         cones[value].add(value)
         read = sum(map(bytes_of, leaves[value]))
-        if len(cones[value]) > limits.ops or read > limits.reads * bytes_of(value):
+        most = limits.joined if value in joins else limits.reads
+        if len(cones[value]) > limits.ops or read > most * bytes_of(value):
             beyond.append(value)
             leaves[value], cones[value] = {value}, set()
     return beyond

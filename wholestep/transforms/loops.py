@@ -25,6 +25,10 @@ class NotLoops(Exception):
     """The ops cannot be one kernel; the message says why, in the user's words."""
 
 
+class TwoAsOne(NotLoops):
+    """Two dimensions of one tensor are said to go together."""
+
+
 # ---- indices ---------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +135,12 @@ def is_primitive(op: Op) -> bool:
     return getattr(kind, "element", None) is not None
 
 
+def only_moves(op: Op) -> bool:
+    """Whether each element of a result comes from one of every operand, whatever walks along it."""
+    kind = op.definition
+    return kind.terminator or not op.operands or any(getattr(kind, name, False) for name in ("pointwise", "views"))
+
+
 def lowered(body: Op) -> Op:
     """The kernel, in a module of its own, that computes what a function of the step dialect returns.
 
@@ -160,9 +170,12 @@ class Lowering:
         for op in block:
             if op is not block.last and not is_primitive(op):
                 raise NotLoops(f"{op.name.partition('.')[2]} cannot be written as loops")
-        self.dimensions = Dimensions()
-        self.homes: dict[Value, list[tuple[int, ...]]] = {}
-        self.unify(block)
+        try:
+            self.unify(block)
+        except TwoAsOne:
+            if not all(only_moves(op) for op in block):
+                raise
+            self.unify(block, apart=("step.transpose",))  # a tensor and its transpose: one of them is read across
         results = block.last.operands
         self.sizes: list[int] = []
         self.number: dict[int, int] = {}  # of a part among the iteration dimensions
@@ -185,8 +198,10 @@ class Lowering:
 
     # ---- dimensions --------------------------------------------------------------------------------------------------
 
-    def unify(self, block: Block) -> None:
-        dims = self.dimensions
+    def unify(self, block: Block, apart: Sequence[str] = ()) -> None:
+        """Makes dimensions one that ops say go together, but those of ops that are `apart`."""
+        dims = self.dimensions = Dimensions()
+        self.homes: dict[Value, list[tuple[int, ...]]] = {}
         for argument in block.arguments:
             self.homes[argument] = [dims.new(n) for n in argument.type.shape]
         for op in block:
@@ -196,7 +211,7 @@ class Lowering:
                 self.join_reshape(op)
                 continue
             roles = op.definition.roles(op) if issubclass(op.definition, StepOp) else None
-            if roles is None:
+            if roles is None or op.definition.name in apart:
                 continue
             seen: dict[str, tuple[tuple[int, ...], int]] = {}
             values = (*op.operands, *op.results)
@@ -212,7 +227,7 @@ class Lowering:
         for value, home in self.homes.items():
             walked = dims.resolve([p for d in home for p in d])
             if len(set(walked)) != len(walked):
-                raise NotLoops(f"two dimensions of {value.type} would be walked as one")
+                raise TwoAsOne(f"two dimensions of {value.type} would be walked as one")
 
     def split_alike(self, op: Op) -> None:
         """A dimension that is shifted by whole rows of inner parts keeps those parts, so that its index is simple."""
@@ -411,8 +426,15 @@ class Lowering:
             return value if condition else other
         return self.apply("select", condition, value, other, dtype=value.type)
 
-    def computed(self, number: Value) -> Computed:
-        return Computed(number if number.type is I64 else self.apply("cast", number, dtype=I64), True)
+    def computed(self, number: Value, checked: bool = True) -> Computed:
+        return Computed(number if number.type is I64 else self.apply("cast", number, dtype=I64), checked)
+
+    def from_end(self, number: Value, size: int) -> Computed:
+        """An index that was read from a tensor; a negative one counts from the end of its dimension."""
+        place = self.computed(number).number
+        negative = self.apply("lt", place, self.constant(0, I64), dtype=BOOL)
+        from_end = self.apply("add", place, self.constant(size, I64), dtype=I64)
+        return Computed(self.apply("select", negative, from_end, place, dtype=I64), True)
 
     def counted(self, place: Place, start: float, stride: float, dtype: ScalarType) -> Value:
         """start + index * stride."""

@@ -107,10 +107,13 @@ def site_names(module: Op) -> dict[Op, str]:
     return {op: site for site, op in sites(module).items()}
 
 
-def opportunities(module: Op, levels: Iterable[int] = (1, 2, 3, 4)) -> list[Opportunity]:
-    """What every transformation of these levels finds, impossible ones included."""
-    wanted = set(levels)
-    return [o for t in transformations().values() if t.level in wanted for o in t.find(module)]
+def opportunities(
+    module: Op, levels: Iterable[int] = (1, 2, 3, 4), names: Sequence[str] | None = None
+) -> list[Opportunity]:
+    """What every transformation of these levels, and of these names, finds, impossible ones included."""
+    wanted, known = set(levels), transformations()
+    asked = [known[n] for n in (known if names is None else names) if n in known]
+    return [o for t in asked if t.level in wanted for o in t.find(module)]
 
 
 def do_nothing(found: Sequence[Opportunity]) -> Opportunity | None:
@@ -124,9 +127,19 @@ def fewest_bytes(found: Sequence[Opportunity]) -> Opportunity | None:
     return best if best is not None and best.change.bytes < 0 else None
 
 
-def whatever(*names: str) -> Policy:
+@dataclass(frozen=True, slots=True)
+class Whatever:
+    """The policy that takes every opportunity of some transformations: the others need not be asked."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, found: Sequence[Opportunity]) -> Opportunity | None:
+        return next((o for o in found if o.transformation in self.names), None)
+
+
+def whatever(*names: str) -> Whatever:
     """The policy that takes every opportunity of these transformations."""
-    return lambda found: next((o for o in found if o.transformation in names), None)
+    return Whatever(tuple(sorted(names)))
 
 
 def transform(
@@ -149,7 +162,8 @@ def transform(
     check_patterns(module, forbid)
     levels = tuple(levels)
     while len(done) < limit and policy is not do_nothing:
-        possible = [o for o in opportunities(module, levels) if not o.why_not and not matches(o, forbid)]
+        asked = policy.names if isinstance(policy, Whatever) else None
+        possible = [o for o in opportunities(module, levels, asked) if not o.why_not and not matches(o, forbid)]
         safe = [o for o in possible if _TRANSFORMATIONS[o.transformation].keeps_numerics]
         picked = policy(safe)
         if picked is None:

@@ -20,6 +20,8 @@ from .loops import NotLoops, is_primitive, lowered
 
 #: a kernel has at most so many tensors, and so many ops
 POINTERS, OPS = 30, 240
+#: and with a concatenation so many more for each tensor that it joins: no point reads more than one of those
+JOINED = 2
 #: the longest row of which a kernel needs everything at once
 LONGEST_ROW = 1 << 17
 #: the longest over which columns are summed beside what is done along the row
@@ -31,6 +33,14 @@ STREWN_ROW = 1 << 11
 def is_view(op: Op) -> bool:
     """An op that only looks at memory in another way."""
     return bool(getattr(op.definition, "views", False))
+
+
+def readers_of(value: Value) -> list[Op]:
+    """Who reads a value, through views as well."""
+    found: list[Op] = []
+    for user in dict.fromkeys(value.uses):
+        found += readers_of(user.results[0]) if is_view(user) else [user]
+    return found
 
 
 def is_source(op: Op) -> bool:
@@ -229,8 +239,10 @@ class Bodies:
                     return f"elements of type {value.type.element}"
                 if not value.type.size:
                     return "an empty tensor"
-        if len(piece.inputs) + len(piece.outputs) > POINTERS:
-            return f"more than {POINTERS} tensors in one kernel"
+        joined = max((len(op.operands) for op in piece.ops if op.name == "step.concat"), default=0)
+        most = POINTERS + JOINED * joined
+        if len(piece.inputs) + len(piece.outputs) > most:
+            return f"more than {most} tensors in one kernel"
         if len(piece.ops) > OPS:
             return f"more than {OPS} ops in one kernel"
         return ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..dialects.step.contraction import parse_spec
+from ..dialects.strides import view_of
 from ..ir.core import Block, Op, Value
 from . import again
 from .around import comes_back, hand_over
@@ -217,7 +218,10 @@ def likely_orders(block: Block) -> dict[Value, Order]:
         elif op.name == "step.transpose":
             own = order_of(op.operands[0], found)
             order = tuple(tuple(op.order).index(d) for d in own)
-        elif op.name != "step.reshape":
+        elif op.name == "step.reshape":
+            seen = view_of(op, op.operands[0].type.shape, strides_of(op.operands[0], found))
+            order = None if seen is None else tuple(sorted(range(len(seen[0])), key=lambda d: -seen[0][d]))
+        else:
             rank = max(r.type.rank for r in op.results)
             alike = [v for v in op.operands if v.type.rank == rank and v.type.size > 1]
             order = order_of(max(alike, key=lambda v: (v in found, v.type.bytes)), found) if alike else None
@@ -232,7 +236,12 @@ def order_of(value: Value, orders: dict[Value, Order]) -> Order:
 
 
 def strides_of(value: Value, orders: dict[Value, Order]) -> tuple[int, ...]:
-    """Strides without gaps."""
+    """Strides without gaps; those of the whole where a value is cut out of one, such as rows that were filled up."""
+    if value.op is not None and value.op.name == "step.slice":
+        whole = value.op.operands[0]
+        seen = view_of(value.op, whole.type.shape, strides_of(whole, orders))
+        assert seen is not None
+        return seen[0]
     strides, step = [0] * value.type.rank, 1
     for dim in reversed(order_of(value, orders)):
         strides[dim] = step

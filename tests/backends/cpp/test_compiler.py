@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from wholestep.backends import cpp
 from wholestep.backends.cpp import compiler as compiling
 from wholestep.ir.types import F32, I64, ScalarType, TensorType
@@ -182,15 +181,8 @@ def test_two_processes_build_at_once(cache):
         check(built[found[2].key], torch.erf)
         print("right")
     """)
-    folder = str(Path(__file__).resolve().parents[3])
-    environment = os.environ | {"WHOLESTEP_CACHE": str(cache), "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
-        )
-        for _ in range(2)
-    ]
-    assert [p.communicate(timeout=120)[0].strip() for p in running] == ["right", "right"]
+    done = warm.run_at_once(2, ["-c", program], os.environ | {"WHOLESTEP_CACHE": str(cache)})
+    assert [d.stdout.strip() for d in done] == ["right", "right"], done
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.backends.triton.kernels import T, case, function_cases, of_step, rms_grad, step_cases
+from wholestep.backends.generated import overwritable
 from wholestep.backends.kernels import Spec
 from wholestep.backends.triton import generate
-from wholestep.backends.triton.families import Family
+from wholestep.backends.triton.families import Family, Rows
 from wholestep.backends.triton.generate import Candidate
 from wholestep.dialects.loop import outputs_of
 from wholestep.dialects.loop.reference import run
@@ -144,6 +145,35 @@ def test_no_rows(built):
     candidate = generate.candidates(kernel, [spec(t) for t in given])[0]
     ready(built, candidate)(*given, *scratch_of(candidate))
     assert not given[4].any()
+
+
+def loss_and_gradient(b, x, target):
+    """Cross entropy, which looks one number of each row up, and softmax less one where the target is."""
+    loss, logsumexp = b.cross_entropy(x, target, reduction="sum")
+    rows, classes = x.type.shape
+    at = b.eq(
+        b.reshape(target, shape=(rows, 1)),
+        b.reshape(b.iota(start=0, stride=1, type=T(classes, e=I64)), shape=(1, classes)),
+    )
+    return [loss, b.sub(b.exp(b.sub(x, b.reshape(logsumexp, shape=(rows, 1)))), b.cast(at, dtype=F32))]
+
+
+@pytest.mark.parametrize(
+    "config", [None, Rows(1, 8, 1, looped=True, programs=3), Rows(4, 16, 1, looped=True, programs=2)]
+)
+def test_a_gradient_over_its_logits(config, built):
+    it = case([T(13, 37), T(13, e=I64)], loss_and_gradient, {}, (), 37)
+    inputs = it.tensors()
+    logits, target, loss, gradient = on_device(inputs)
+    specs = it.specs(inputs)
+    assert overwritable(it.kernel, specs[:2], specs[2:], rows_first=True) == [set(), {0}]
+    family = Family(it.kernel, specs)
+    way = generate.candidates(it.kernel, specs)[0] if config is None else generate.candidate(family, config)
+    launch = ready(built, way)
+    launch(logits, target, loss, gradient, *scratch_of(way))
+    wanted = [loss.clone(), gradient.clone()]
+    launch(logits, target, loss, logits, *scratch_of(way))
+    assert torch.equal(loss, wanted[0]) and torch.equal(logits, wanted[1])
 
 
 def test_nan_and_infinity_in_rows(built):

@@ -1,33 +1,26 @@
 """Matrix products with their surroundings against the loop dialect's float64 reference, in memory with guarded edges.
 
-Triton reads TRITON_INTERPRET once, when it is imported, so the kernels run in a child process: by Triton's interpreter,
-or on the GPU where there is one. The child is asked for one case per line and answers with the error per candidate.
+The kernels run in a child process (`child.py`), which answers with the error per candidate.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-from wholestep.backends.kernels import Spec  # noqa: E402
-from wholestep.dialects.loop.reference import run  # noqa: E402
-from wholestep.dialects.step import StepBuilder  # noqa: E402
-from wholestep.dialects.step.base import ir_dtype, torch_dtype  # noqa: E402
-from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
-from wholestep.ir.core import Op  # noqa: E402
-from wholestep.ir.types import F32, F64, I64, ScalarType, TensorType  # noqa: E402
-from wholestep.transforms.loops import lowered  # noqa: E402
+from tests.backends.triton.child import Ask, asking, serve
+from wholestep.backends.kernels import Spec
+from wholestep.dialects.loop.reference import run
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.step.base import ir_dtype, torch_dtype
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.core import Op
+from wholestep.ir.types import F32, F64, I64, ScalarType, TensorType
+from wholestep.transforms.loops import lowered
 
 GUARD = 64
 #: share of the largest value by which a result may differ: f32 by its sums alone; the interpreter cuts bf16 off
@@ -265,39 +258,14 @@ def run_case(
     return found
 
 
-def serve() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        print(json.dumps(run_case(**json.loads(line))), flush=True)
-
-
 # ---- the tests' side -------------------------------------------------------------------------------------------------
 
 
-class Child:
-    def __init__(self) -> None:
-        mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], env=os.environ | mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __call__(self, name: str, element: str, **more: Any) -> dict[str, float]:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps(dict(name=name, element=element, **more)) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the child died; its traceback is above"
-        return json.loads(answer)
-
-
 @pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
+def child() -> Iterator[Ask]:
     pytest.importorskip("triton")
-    started = Child()
-    yield started
-    assert started.process.stdin
-    started.process.stdin.close()
-    started.process.wait()
+    with asking("tests.backends.triton.test_contraction") as ask:
+        yield ask
 
 
 def assert_right(errors: dict[str, float], least: int = 1) -> None:
@@ -306,25 +274,25 @@ def assert_right(errors: dict[str, float], least: int = 1) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exact_products(child: Child, name: str) -> None:
+def test_exact_products(child: Ask, name: str) -> None:
     assert_right(child(name, "f32"))
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "->" not in n])
-def test_products_of_bf16(child: Child, name: str) -> None:
+def test_products_of_bf16(child: Ask, name: str) -> None:
     assert_right(child(name, "bf16"))
 
 
-def test_products_of_f16(child: Child) -> None:
+def test_products_of_f16(child: Ask) -> None:
     assert_right(child("bias, activation and what went in", "f16"))
 
 
-def test_every_configuration(child: Child) -> None:
+def test_every_configuration(child: Ask) -> None:
     assert_right(child("derivative of the activation and column sums", "bf16", every=True), least=4)
 
 
 @pytest.mark.parametrize("name", ["weight gradient with a long sum", "long sum, batches"])
-def test_split_sums(child: Child, name: str) -> None:
+def test_split_sums(child: Ask, name: str) -> None:
     """Evenly and not, with and without a rest of the last tile."""
     tiles = [dict(m=64, n=32, k=k, warps=4, stages=2, split=s) for k, s in ((64, 2), (32, 5), (16, 20))]
     assert_right(child(name, "f32", tiles=tiles, every=True), least=3)
@@ -333,7 +301,7 @@ def test_split_sums(child: Child, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["bias, activation and what went in", "sum of squares, row sums, column sums", "dropout on store"]
 )
-def test_pieces(child: Child, name: str) -> None:
+def test_pieces(child: Ask, name: str) -> None:
     tiles = [dict(m=64, n=64, k=32, warps=4, stages=2, pieces=p) for p in (2, 4)]
     assert_right(child(name, "f32", tiles=tiles, every=True), least=2)
 
@@ -342,7 +310,7 @@ def test_pieces(child: Child, name: str) -> None:
     "name",
     ["scale, shift and activation on load, statistics on store", "derivative of the activation and column sums"],
 )
-def test_programs_that_stay_for_many_tiles(child: Child, name: str) -> None:
+def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
     """Whole columns and parts of them, more programs than tiles and fewer, rows that several warps or one have."""
     sizes = [(64, 64, 4, 2), (64, 32, 8, 4), (128, 64, 4, 1), (64, 64, 4, 5)]
     tiles = [dict(m=m, n=n, k=64, warps=w, stages=2, programs=p) for m, n, w, p in sizes]
@@ -350,7 +318,7 @@ def test_programs_that_stay_for_many_tiles(child: Child, name: str) -> None:
         assert_right(child(name, element, tiles=tiles, every=True), least=3)
 
 
-def test_many_partial_sums_are_folded(child: Child) -> None:
+def test_many_partial_sums_are_folded(child: Ask) -> None:
     """After it, in the same child, everything is folded: it comes last."""
     assert_right(child("sum of squares, row sums, column sums", "f32", folds=True))
     assert_right(child("scale, shift and activation on load, statistics on store", "bf16", folds=True))
@@ -446,7 +414,7 @@ def test_candidates_are_the_same_every_time() -> None:
 def test_compiles_for_hopper() -> None:
     """The best guess for a large layer: it fits, nothing spills, and tensor cores multiply."""
     triton = pytest.importorskip("triton")
-    if not pathlib.Path(triton.knobs.nvidia.ptxas.path).exists():
+    if not Path(triton.knobs.nvidia.ptxas.path).exists():
         pytest.skip("Triton has no ptxas here")
     from wholestep.backends.triton.generate import compile_for
 
@@ -460,4 +428,4 @@ def test_compiles_for_hopper() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run_case)

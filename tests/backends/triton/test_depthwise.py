@@ -1,16 +1,11 @@
 """Depthwise kernels against PyTorch's convolution in float64, for every configuration, in memory with guarded edges.
 
-Triton reads TRITON_INTERPRET once, when it is imported, so the kernels run in a child process: by Triton's interpreter,
-or on the GPU where there is one. The child reads one case per line and answers with the largest error over its bound.
+The kernels run in a child process (`child.py`), which answers with the largest error over its bound.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
+from tests import warm
+from tests.backends.triton.child import Ask, asking, serve
+
 PARTS = ("forward", "input_grad", "weight_grad")
 #: relative size of one rounding; the interpreter cuts bf16 off instead of rounding it to nearest
 ROUNDING = {"bfloat16": 2**-7, "float16": 2**-11, "float32": 2**-24}
@@ -126,41 +123,14 @@ def run_case(
     return found
 
 
-def serve() -> None:
-    sys.path.insert(0, str(ROOT))
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        print(json.dumps(run_case(**json.loads(line))), flush=True)
-
-
 # ------------------------------------------------------------------------------------------------- the tests' side
 
 
-class Child:
-    def __init__(self) -> None:
-        mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], env=os.environ | mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __call__(self, part: str, shape: Any, k: Any, stride: Any, padding: Any, dtype: str, **more: Any) -> dict:
-        request = dict(part=part, shape=shape, k=k, stride=stride, padding=padding, dtype=dtype, **more)
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the child died; its traceback is above"
-        return json.loads(answer)
-
-
 @pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
+def child() -> Iterator[Ask]:
     pytest.importorskip("triton")
-    started = Child()
-    yield started
-    assert started.process.stdin
-    started.process.stdin.close()
-    started.process.wait()
+    with asking("tests.backends.triton.test_depthwise") as ask:
+        yield ask
 
 
 def assert_right(errors: dict[str, float], least: int = 1) -> None:
@@ -178,23 +148,23 @@ LISTS = [(part, k, 1) for part in PARTS for k in (3, 5)] + [
 
 
 @pytest.mark.parametrize(("part", "k", "stride"), LISTS)
-def test_every_configuration_is_right(child: Child, part: str, k: int, stride: int) -> None:
+def test_every_configuration_is_right(child: Ask, part: str, k: int, stride: int) -> None:
     assert_right(child(part, (2, 4, 2, 9), k, stride, k // 2, "bfloat16", every=True), least=3)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("part", PARTS)
-def test_sizes(child: Child, part: str, case: str) -> None:
+def test_sizes(child: Ask, part: str, case: str) -> None:
     assert_right(child(part, *CASES[case]))
 
 
 @pytest.mark.parametrize("part", ["forward", "weight_grad"])
-def test_short_walks_over_several_images(child: Child, part: str) -> None:
+def test_short_walks_over_several_images(child: Ask, part: str) -> None:
     assert_right(child(part, (3, 3, 5, 7), 3, 1, 1, "float32", config=SMALL_CONFIG))
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_short_walks_of_the_input_gradient_begin_at_either_phase(child: Child, rows: int) -> None:
+def test_short_walks_of_the_input_gradient_begin_at_either_phase(child: Ask, rows: int) -> None:
     config = SMALL_CONFIG | {"columns": 4, "rows": rows, "prefetch": False}
     assert_right(child("input_grad", (1, 3, 7, 6), 3, 2, 1, "float32", config=config))
 
@@ -269,9 +239,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         "    found = compile_for_sm90(part, layer, candidates(part, layer)[0])\n"
         "    assert found['registers'] <= 255 and found['spilled'] == 0, found\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = warm.run(["-c", script], os.environ)
     assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run_case)

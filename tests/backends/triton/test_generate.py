@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm
 from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
 from wholestep.backends.kernels import Spec
-from wholestep.backends.triton import generate, worker
+from wholestep.backends.triton import compiling, generate, worker
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.errors import InputError
 from wholestep.ir.core import Op
 from wholestep.ir.types import BF16, F32, I64, ScalarType
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.mark.parametrize("part", ["test_function", "not test_function"])
 def test_numbers_in_the_interpreter(part):
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-k", part,
+    done = warm.run(
+        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-k", part,
          "tests/backends/triton/generated_cases.py"],
-        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        os.environ | {"TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
 
@@ -103,10 +102,11 @@ def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     sums, plain = first([T(64, 32)], lambda b, x: b.sum(x, dims=(0,))), first([T(96)], lambda b, x: b.exp(x))
-    with generate.Ahead() as ahead:
-        ahead.add([sums])
-        ahead.add([sums, plain])
-        ahead.wait([plain, sums])
+    ahead = generate.Ahead()
+    with ahead.compilers:
+        ahead.add([sums], perhaps=True)
+        begun = [ahead.add([sums]), ahead.add([sums, plain])]
+        assert ahead.first_done(begun[:1]) == 0 and ahead.first_done(begun[1:]) == 0
     infos = generate.compile_for([sums, plain])
     assert [info.seconds for info in infos.values()] == [0, 0]
     (job,) = generate.jobs_of([plain], 90).values()
@@ -117,10 +117,51 @@ def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch
     for note in (tmp_path / "wholestep").glob("*.json"):
         note.write_text("{}")
     assert worker.compiled(job).hash == kernel.hash and len(made) == 1
-    with generate.Ahead() as ahead:  # nobody waits: what has begun is broken off, the rest does not begin
+    ahead = generate.Ahead()
+    with ahead.compilers:  # nobody waits: what has begun is broken off, the rest does not begin
         ahead.add([first([T(128, n)], lambda b, x: b.exp(x)) for n in range(2, 40)])
-    assert not any(thread.is_alive() for thread in ahead.compilers.threads)
+        threads = ahead.compilers.threads[:]
+    assert threads and not any(thread.is_alive() for thread in threads)
     assert len(ahead.compilers.answers) < 38
+
+
+def test_compilers_end_when_nothing_is_to_be_done(tmp_path, monkeypatch):
+    """They start before there is a job, and again for one that comes after they have ended."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "IDLE", 0.05)
+    monkeypatch.setattr(
+        compiling,
+        "start",
+        lambda folder: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True),
+    )
+    answers = []
+    monkeypatch.setattr(compiling, "ask", lambda worker, job: answers.append(worker) or {"error": job["name"]})
+    compilers = compiling.Compilers(2)
+    compilers.start()
+    for _ in range(2):
+        for thread in compilers.threads[:]:
+            thread.join(20)
+        assert not compilers.threads and all(worker.poll() is not None for worker in compilers.workers)
+        compilers.add({key: {"name": key} for key in "ab"}, perhaps=True)
+        assert compilers.wait("ab") == {key: {"error": key} for key in "ab"}
+        compilers.jobs.clear()
+        compilers.answers.clear()
+    assert len(answers) == 4
+    with compilers:  # (which ends them)
+        pass
+
+
+def test_what_is_waited_for_is_compiled_before_what_may_be_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilers = compiling.Compilers(1)
+    monkeypatch.setattr(compilers, "employ", lambda count: None)
+    compilers.add({"a": {}, "b": {}, "c": {}}, perhaps=True)
+    compilers.add({"c": {}, "d": {}})
+    compilers.threads.append(threading.current_thread())
+    assert [compilers.take() for _ in range(3)] == ["c", "d", "a"]
+    compilers.drop()
+    compilers.closed = True
+    assert compilers.take() is None and set(compilers.jobs) == {"a", "c", "d"}
 
 
 def test_equal_kernels_have_equal_keys():

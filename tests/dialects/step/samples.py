@@ -289,6 +289,8 @@ sample("upsample_grad", randn(2, 4, 6, 9), factors=(2, 1))
 
 sample("embedding", randn(5, 4), randint(5, 2, 3), padding_idx=1)
 sample("embedding_grad", randn(2, 3, 4), randint(5, 2, 3), rows=5, padding_idx=1)
+sample("row_sums", [randn(2, 3, 4)], [randint(5, 2, 3)], rows=7, padding_idx=1, dtype=F32)
+sample("spread_rows", randn(4, 3), torch.tensor([2, -1, 0, 0, 3], dtype=torch.int32))
 index = randint(3, 2, 4)
 sample("gather", randn(3, 4), index, dim=0)
 sample("scatter_add", randn(3, 4), index, randn(2, 4, seed=1), dim=0)

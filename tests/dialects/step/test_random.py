@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests import warm
 from tests.dialects.step.harness import run
 from wholestep.backends.aten import lower
 from wholestep.dialects.step import StepBuilder
@@ -95,9 +94,7 @@ def test_triton_makes_the_same_words(tmp_path):
     seed = 0x0123456789ABCDEF
     script = tmp_path / "kernel.py"  # Triton reads a kernel's source from its file
     script.write_text(TRITON.replace("SEED", str(seed)))
-    done = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = warm.run([str(script)], os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
     ours = words((0, 7, 11, 13), (seed & LOW, seed >> 32), 16)
     assert [w & LOW for w in json.loads(done.stdout)] == ours

@@ -14,18 +14,16 @@ from pathlib import Path
 import torch
 
 from ...dialects.step.base import torch_dtype
-from ...dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
-from ...dialects.step.layout import Layout
+from ...dialects.step.convolution import Conv
 from ...dialects.strides import row_major, same_places
-from ...ir.core import Op, Value
+from ...ir.core import Op
+from ..convolution_ops import PARTS, laid_out_from, shapes_of
 from ..kernels import Spec
 from ..providers import Launcher, Offer, Progress, Region
 from . import Candidate
 from . import build as build_kernels
 from .compiler import digest, header, working_compiler
 
-#: what each op is called by the kernels
-PARTS: dict[type, str] = {Conv: "forward", ConvInputGrad: "input_grad", ConvWeightGrad: "weight_grad"}
 #: what the kernels do, by number
 WINDOWS, GATHERED, DEPTHWISE = 0, 1, {"forward": 2, "input_grad": 3, "weight_grad": 4}
 #: bytes of windows written out at most: where images are large, libraries are good
@@ -74,13 +72,7 @@ class Problem:
 
 
 def problem_of(op: Op) -> Problem:
-    if op.definition is Conv:
-        image, weight, output = op.x.type.shape, op.w.type.shape, op.y.type.shape
-    elif op.definition is ConvInputGrad:
-        image, weight, output = op.input_shape, op.w.type.shape, op.dy.type.shape
-    else:
-        image, weight, output = op.x.type.shape, op.weight_shape, op.dy.type.shape
-    (n, c, h, w), (o, _, *kernel), (_, _, oh, ow) = image, weight, output
+    (n, c, h, w), (o, _, *kernel), (_, _, oh, ow) = shapes_of(op)
     bias = op.definition is Conv and op.bias is not None
     window = tuple(kernel), tuple(op.stride), tuple(op.padding)
     return Problem(PARTS[op.definition], n, c, h, w, o, oh, ow, *window, op.groups > 1, bias)  # type: ignore[arg-type]
@@ -102,13 +94,6 @@ def takes(op: Op) -> bool:
 
 def anchor(region: Region) -> Op:
     return next(op for op in region.ops if op.definition in PARTS)
-
-
-def laid_out_from(value: Value) -> Value:
-    """What a value is before a change of layout; where that is channels-last already, the change is none."""
-    while value.op is not None and value.op.definition is Layout:
-        value = value.op.operands[0]
-    return value
 
 
 def why_not(region: Region) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..store import cache_folder
 from .worker import digest, note_of
+
+#: seconds without a job after which a worker ends
+IDLE = 20.0
 
 if TYPE_CHECKING:
     from .families import Function
@@ -105,16 +107,22 @@ def run(jobs: dict[str, dict[str, Any]], report: Callable[[int, int], None] | No
 
 
 class Compilers:
-    """Worker processes that compile while the caller does something else. At the end of the context they are gone, and
-    what nobody waited for is not compiled to its end: Triton's cache only ever gets whole files."""
+    """Worker processes that compile while the caller does something else.
+
+    They end some time after the last job, or at once where this is used as a context, in which case what nobody waited
+    for is not compiled to its end: Triton's cache only ever gets whole files.
+    """
 
     def __init__(self, workers: int = 0):
         self.folder = triton_cache()
         self.most = workers or cores()
         self.jobs: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
-        self.answered = threading.Condition()
-        self.todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        #: what is still to be begun: what somebody will wait for, and what may be asked for later
+        self.wanted: dict[str, None] = {}
+        self.perhaps: dict[str, None] = {}
+        self.changed = threading.Condition()
+        self.closed = False
         self.threads: list[threading.Thread] = []
         self.workers: list[subprocess.Popen[str]] = []
 
@@ -122,63 +130,115 @@ class Compilers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self.todo.get_nowait()
-        for _ in self.threads:
-            self.todo.put(None)
-        for worker in list(self.workers):
+        with self.changed:
+            self.closed = True
+            self.drop()
+            threads, workers = self.threads[:], self.workers[:]
+            self.changed.notify_all()
+        for worker in workers:
             worker.kill()
-        for thread in self.threads:
+        for thread in threads:
             thread.join()
 
-    def add(self, jobs: Mapping[str, dict[str, Any]]) -> None:
-        """Begins with jobs, one after the other; those that were compiled before are read from the cache."""
-        for key, job in jobs.items():
-            if key in self.jobs:
-                continue
-            self.jobs[key] = job
-            kept = read(self.folder, key)
-            if kept is not None:
-                with self.answered:
-                    self.answers[key] = kept
-                continue
-            self.todo.put(key)
-            if len(self.threads) < self.most:
-                self.threads.append(threading.Thread(target=self.work, daemon=True))
-                self.threads[-1].start()
+    def start(self) -> None:
+        """Starts all workers: they get ready while there is nothing to compile yet."""
+        with self.changed:
+            self.employ(self.most)
+
+    def add(self, jobs: Mapping[str, dict[str, Any]], perhaps: bool = False) -> None:
+        """Begins with jobs, one after the other; those that were compiled before are read from the cache.
+
+        perhaps: nobody may ever wait for them, so others go first.
+        """
+        for key in jobs:
+            if key not in self.jobs and (kept := read(self.folder, key)) is not None:
+                self.answer(key, kept)
+        with self.changed:
+            for key, job in jobs.items():
+                if key not in self.jobs or key in self.perhaps:
+                    self.jobs[key] = job
+                    self.perhaps.pop(key, None)
+                    (self.perhaps if perhaps else self.wanted)[key] = None
+            self.employ(len(self.jobs) - len(self.answers))
+            self.changed.notify_all()
+
+    def employ(self, count: int) -> None:
+        """Has so many workers, or as many as there may be."""
+        while len(self.threads) < min(count, self.most):
+            self.threads.append(threading.Thread(target=self.work, daemon=True))
+            self.threads[-1].start()
+
+    def drop(self) -> None:
+        """Forgets what was not begun yet."""
+        with self.changed:
+            for key in (*self.wanted, *self.perhaps):
+                del self.jobs[key]
+            self.wanted.clear()
+            self.perhaps.clear()
 
     def wait(self, keys: Iterable[str], report: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """The answers to some jobs, as soon as there are all."""
         wanted = list(keys)
-        with self.answered:
+        with self.changed:
             while True:
                 done = sum(key in self.answers for key in wanted)
                 if report is not None:
                     report(done, len(wanted))
                 if done == len(wanted):
                     return {key: self.answers[key] for key in wanted}
-                self.answered.wait()
+                self.changed.wait()
+
+    def first_done(self, groups: Sequence[Collection[str]]) -> int:
+        """Waits until all jobs of one group are answered; which group that is, the first where there are several."""
+        with self.changed:
+            while True:
+                for number, keys in enumerate(groups):
+                    if all(key in self.answers for key in keys):
+                        return number
+                self.changed.wait()
+
+    def answer(self, key: str, answer: dict[str, Any]) -> None:
+        with self.changed:
+            self.answers[key] = answer
+            self.jobs[key] = {}  # (its source is not needed any more)
+            self.changed.notify_all()
+
+    def take(self) -> str | None:
+        """What is to be compiled next; None where there was nothing for long, or will be nothing."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.wanted or self.perhaps, IDLE)
+            pending = self.wanted or self.perhaps
+            if self.closed or not pending:
+                self.threads.remove(threading.current_thread())
+                return None
+            key = next(iter(pending))
+            del pending[key]
+            return key
 
     def work(self) -> None:
         worker: subprocess.Popen[str] | None = None
-        while (key := self.todo.get()) is not None:
+        with suppress(OSError):  # (the first job says it again)
+            worker = self.hire()
+        while (key := self.take()) is not None:
             try:
                 if worker is None or worker.poll() is not None:
-                    worker = start(self.folder)
-                    self.workers.append(worker)
+                    worker = self.hire()
                 answer = ask(worker, self.jobs[key])
                 if "error" not in answer:
                     write(self.folder, key, answer)
             except (OSError, ValueError) as error:  # whoever waits is told
                 answer = {"error": f"{type(error).__name__}: {error}", "seconds": 0.0}
-            with self.answered:
-                self.answers[key] = answer
-                self.answered.notify_all()
+            self.answer(key, answer)
         if worker is not None:
-            assert worker.stdin is not None
-            worker.stdin.close()
+            worker.kill()  # (to close its input does not end it where a process was forked that has it too)
             worker.wait()
+
+    def hire(self) -> subprocess.Popen[str]:
+        worker = start(self.folder)
+        self.workers.append(worker)
+        if self.closed:
+            worker.kill()
+        return worker
 
 
 def cores() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .families import LONGEST_HELD, PROCESSORS, Blocks, Config, Family, Rows, Sums, Tiles, power_of_two
+from .families import LONGEST_HELD, PROCESSORS, Blocks, Cases, Config, Family, Rows, Sums, Tiles, power_of_two
 from .walk import fast_dim
 
 
@@ -21,6 +21,8 @@ def pointwise(family: Family) -> list[Config]:
     count = family.length
     most = max(power_of_two(count), 1)
     flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((512, 4), (1024, 4), (2048, 4), (4096, 8), (512, 2))]
+    if family.cases:
+        return [*(Cases(min(b, most), w) for b, w in ((1024, 4), (512, 4), (2048, 8))), flat[0]]
     both = family.fast_dims()
     if both is None:
         return flat[:4]

@@ -221,6 +221,7 @@ class Contraction:
                 loaded=(loaded[0], loaded[1]),
                 around=len([op for op in wide if op.definition is Load]) + len(self.stores),
                 beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load),
+                written=max(op.operands[1].type.element.bits // 8 for op in self.stores) if self.stores else 0,
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
                 splits=not self.sums,
                 stays=not self.groups["z"] and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums),

@@ -79,8 +79,9 @@ class Demand:
     loaded: tuple[int, int]
     #: tensors along rows and columns that are read or written after the product
     around: int
-    #: bytes that are read per element of the result
+    #: bytes that are read per element of the result, and of the widest number that is written for one
     beside: int
+    written: int
     #: functions of numbers after the product
     after: int
     #: whether the summed dimension may be split over programs
@@ -102,8 +103,8 @@ def choices(demand: Demand) -> list[Tile]:
             for split in splits(tile, demand):
                 own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
                 made[own] = cost(own, demand)
-    found = sorted(made, key=lambda t: made[t])
-    return [*staying(demand)[: MOST - 2], *found][:MOST]
+    found, stay = sorted(made, key=lambda t: made[t]), staying(demand)[: MOST - 2]
+    return [*stay[:2], *found[:2], *stay[2:], *found[2:]][:MOST]  # (the first of both kinds: often no more are timed)
 
 
 def staying(demand: Demand) -> list[Tile]:
@@ -113,20 +114,32 @@ def staying(demand: Demand) -> list[Tile]:
         return []
     found = []
     whole = max(16, min(power_of_two(demand.n), 256))
+    most = 64 if demand.after <= 12 else 32  # sums of a thread, beside which what is made of them is in registers
     for m, n, warps in itertools.product((64, 128), (whole, whole // 2), (4, 8)):
-        if n < 16 or not 8 <= m * n // (32 * warps) <= 64 or (n < whole and whole < 128):
+        if n < 16 or not 8 <= m * n // (32 * warps) <= most or (n < whole and whole < 128):
             continue
         if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
             continue
-        ahead = m * k * demand.loaded[0] + m * n * demand.beside
-        held = (n * k + m * n + m * k * (not demand.plain[0])) * demand.bytes
         for at_once in range(min(4, REGISTERS // (32 * warps * 128)), 0, -1):
-            stages = 1 + min(3, (SHARED // at_once - held) // ahead)
-            if stages >= 2:
+            tiles = (Tile(m, n, k, warps, stages) for stages in (4, 3, 2))
+            tile = next((t for t in tiles if staying_bytes(t, demand) <= SHARED // at_once), None)
+            if tile is not None:
                 columns = -(-demand.n // n)
-                found.append(Tile(m, n, k, warps, stages, programs=PROCESSORS * at_once // columns * columns))
+                found.append(replace(tile, programs=PROCESSORS * at_once // columns * columns))
                 break
     return sorted(found, key=lambda t: -t.programs * t.warps)
+
+
+def staying_bytes(tile: Tile, demand: Demand) -> int:
+    """Shared memory of a program that stays: the factor it keeps, what is loaded ahead, and what is laid out anew,
+    which is a computed factor before the product or a tile of results after it.
+
+    Tensor cores read a factor that is as it lies where it was loaded: one more is then under way.
+    """
+    ahead = tile.stages - 1
+    rows = tile.m * tile.k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
+    anew = max(tile.m * tile.n * demand.written, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
+    return tile.n * tile.k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
 
 
 def waits_for_memory(demand: Demand) -> bool:

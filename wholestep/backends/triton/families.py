@@ -6,6 +6,7 @@ than one program go through partial sums in scratch memory, in a fixed order, th
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import torch
 from ...dialects.loop import Reduce, Store, schedule
 from ...ir.core import Op, Value
 from ..kernels import Spec
+from .cases import stretches
 from .scalars import NoText, accumulator_type, combined, neutral, number_type
 from .text import Axis, Text, axis, module_text
 from .walk import Dim, Walk, fast_dim
@@ -92,7 +94,18 @@ class Sums:
         return f"sum {self.reduced}x{self.kept} p{self.programs} w{self.warps}{ahead}"
 
 
-Config = Blocks | Tiles | Rows | Sums
+@dataclass(frozen=True)
+class Cases:
+    """Pointwise, a part of the programs for every tensor of a concatenation: `block` neighbouring points each."""
+
+    block: int
+    warps: int
+
+    def __str__(self) -> str:
+        return f"cases {self.block} w{self.warps}"
+
+
+Config = Blocks | Tiles | Rows | Sums | Cases
 
 
 @dataclass(frozen=True)
@@ -214,7 +227,15 @@ class Family:
 
     # ---- the functions -----------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def cases(self) -> list[Family]:
+        """The kernels of which a pointwise one consists along a dimension, where it is better taken apart."""
+        found = stretches(self.function, self.walk.specs) if self.kind == "pointwise" else []
+        return [Family(function, self.walk.specs) for function in found]
+
     def generate(self, config: Config) -> Generated:
+        if isinstance(config, Cases):
+            return self.by_case(config)
         if isinstance(config, Blocks):
             texts, grids, scratch = self.blocks(config)
         elif isinstance(config, Tiles):
@@ -225,10 +246,9 @@ class Family:
             texts, grids, scratch = self.sums(config)
         functions, arguments = [], []
         for text, grid in zip(texts, grids, strict=True):
-            used = sorted({int(n) for n in re.findall(r"\bp(\d+)\b", "\n".join(text.lines))})
-            arguments.append([f"p{n}" for n in used])
+            arguments.append(pointers_in(text))
             warps = config.warps if text is texts[0] else FINISHING
-            functions.append(Function(text.name, tuple(used), grid, warps))
+            functions.append(Function(text.name, tuple(int(n[1:]) for n in arguments[-1]), grid, warps))
         return Generated(module_text(texts, arguments), tuple(functions), scratch)
 
     def blocks(self, config: Blocks) -> Written:
@@ -237,6 +257,24 @@ class Family:
         text.start(x, f"{text.pid()} * {config.block}")
         text.ready(text.needed(self.stores))
         return [text], [x.blocks], ()
+
+    def by_case(self, config: Cases) -> Generated:
+        main = Text(self.walk, (), "cases")
+        main.line(f"pid = {main.pid()}")
+        texts, arguments, begin = [], [], 0
+        for number, case in enumerate(self.cases):
+            x = axis("x", case.inside, config.block, 0)
+            text = Text(case.walk, (x,), f"case_{number}")
+            text.start(x, f"pid * {config.block}")
+            text.ready(text.needed(case.stores))
+            arguments.append([*pointers_in(text), "pid"])
+            main.line(f"if (pid >= {begin}) & (pid < {begin + x.blocks}):")
+            main.line(f"    case_{number}({', '.join([*arguments[-1][:-1], f'pid - {begin}'])})")
+            texts.append(text)
+            begin += x.blocks
+        used = pointers_in(main)
+        source = module_text([*texts, main], [*arguments, used])
+        return Generated(source, (Function("cases", tuple(int(n[1:]) for n in used), begin, config.warps),), ())
 
     def tiles(self, config: Tiles) -> Written:
         both = self.fast_dims()
@@ -313,6 +351,8 @@ class Family:
     def one_row(self, text: Text, r: Axis, c: Axis, looped: bool, sums: dict[Op, tuple[str, list[Axis]]]) -> None:
         """The reductions along a row, in order, then what is written and what is summed over rows."""
         targets = [*self.across, *self.before]
+        # what is read once per row comes before any walk: the row may be written over it in the last one
+        text.ready([op for op in text.needed(targets) if op.definition is not Store and c not in text.op_axes(op)])
         if not looped:
             for op in text.needed(targets):
                 if op not in self.reductions:
@@ -445,6 +485,11 @@ class Family:
                 text.known(op, text.total(op, total, axes, [q]))
         text.ready(text.needed(self.after))
         return text, k.blocks
+
+
+def pointers_in(text: Text) -> list[str]:
+    """The tensors that a function reads or writes."""
+    return [f"p{n}" for n in sorted({int(n) for n in re.findall(r"\bp(\d+)\b", "\n".join(text.lines))})]
 
 
 def power_of_two(n: int) -> int:

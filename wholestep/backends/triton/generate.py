@@ -164,19 +164,23 @@ class Ahead:
         major, minor = torch.cuda.get_device_capability()
         self.capability = 10 * major + minor
 
-    def __enter__(self) -> Ahead:
-        return self
+    def start(self) -> None:
+        """Gets compilers ready."""
+        self.compilers.start()
 
-    def __exit__(self, *error: object) -> None:
-        self.compilers.__exit__(*error)
+    def add(self, offered: Iterable[object], perhaps: bool = False) -> frozenset[str]:
+        """Begins to compile what was offered, one after the other; `perhaps`: what may be asked for later goes last."""
+        jobs = jobs_of(offered, self.capability)
+        self.compilers.add(jobs, perhaps)
+        return frozenset(jobs)
 
-    def add(self, offered: Iterable[object]) -> None:
-        """Begins to compile what was offered, one after the other."""
-        self.compilers.add(jobs_of(offered, self.capability))
+    def first_done(self, begun: Sequence[frozenset[str]]) -> int:
+        """Waits until all of something that was begun is compiled, or is known not to compile: which."""
+        return self.compilers.first_done(begun)
 
-    def wait(self, offered: Iterable[object]) -> None:
-        """Until all of this is compiled, or is known not to compile."""
-        self.compilers.wait(jobs_of(offered, self.capability))
+    def drop(self) -> None:
+        """Forgets what was not begun yet."""
+        self.compilers.drop()
 
 
 def ahead() -> Ahead | None:

@@ -14,9 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+#: a kernel that does nothing: to compile it loads everything that compiling takes
+NOTHING: dict[str, Any] = {
+    "source": "@triton.jit\ndef nothing(p):\n    pass\n",
+    "file": "<wholestep nothing>",
+    "name": "nothing",
+    "pointers": ["*fp32"],
+    "warps": 1,
+    "stages": 1,
+    "aligned": True,
+    "capability": 90,
+}
 
 
 def compiled(job: dict[str, Any]) -> Any:
@@ -103,6 +116,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
+    with suppress(Exception):  # whatever is in the way is the answer to the first job
+        fresh(NOTHING)
     for line in sys.stdin:
         job = json.loads(line)
         began = time.perf_counter()

@@ -6,8 +6,8 @@ import torch
 
 from ...ir.core import Op, Value
 from ...ir.dialect import AnyTensor, Attr, FloatTensor, IntTensor, Operand, Result
-from ...ir.types import TensorType
-from .base import LABELS, Roles, StepOp, broadcast_shapes, step
+from ...ir.types import BOOL, I32, TensorType
+from .base import LABELS, Roles, StepOp, broadcast_shapes, step, torch_dtype
 from .support import present, spread
 
 aten = torch.ops.aten
@@ -99,6 +99,102 @@ class EmbeddingGrad(StepOp):
     def roles(op):
         labels = LABELS[: op.indices.type.rank]
         return Roles((labels + "Y", labels), ("ZY",), whole="Z")
+
+
+@step.op
+class RowSums(StepOp):
+    """Gradients of embeddings without the rows that nobody reads, of several tables of one size at once.
+
+    The tokens of a table are sorted by the row that they read, those of a row in their order. Where the first token of
+    a row is, the sums have that of dy of all its tokens; they are zero elsewhere. Places say where each row's sum is,
+    -1 for a row that receives no gradient. `spread_rows` makes the gradient of both.
+    """
+
+    precision = "high"
+    dys = Operand(FloatTensor, "one per table", variadic=True)
+    indices = Operand(IntTensor, "one per table", variadic=True)
+    ys = Result(doc="the sums of each table: [tokens, width]; then the places of each: [rows]", variadic=True)
+    rows = Attr("int", "rows of a table")
+    padding_idx = Attr("int", "a row that receives no gradient; -1 for none", -1)
+    dtype = Attr("dtype", "element type of the sums")
+
+    @staticmethod
+    def infer(dys, indices, rows, padding_idx, dtype):
+        sums = [TensorType((i.size, *dy.shape[len(i.shape) :]), dtype) for dy, i in zip(dys, indices, strict=True)]
+        return [*sums, *(TensorType((rows,), I32) for _ in indices)]
+
+    @staticmethod
+    def check(op):
+        if len(op.dys) != len(op.indices) or not op.dys:
+            return "there must be as many gradients as index tensors, and at least one"
+        if any(dy.type.shape != (*i.type.shape, dy.type.shape[-1]) for dy, i in zip(op.dys, op.indices, strict=True)):
+            return "a gradient must have a row per index"
+        return None
+
+    @staticmethod
+    def evaluate(op):
+        rows, padding, dtype = op.rows, op.padding_idx, torch_dtype(op.dtype)
+
+        def run(dys, indices):
+            found = [row_sums(dy, i, rows, padding, dtype) for dy, i in zip(dys, indices, strict=True)]
+            return *(sums for sums, _ in found), *(places for _, places in found)
+
+        return spread(op, run)
+
+    @staticmethod
+    def flops(op):
+        return sum(dy.type.size for dy in op.dys)
+
+
+def row_sums(
+    dy: torch.Tensor, indices: torch.Tensor, rows: int, padding: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums and places of one table."""
+    named, order = torch.sort(indices.reshape(-1), stable=True)
+    tokens, width, wide = named.numel(), dy.shape[-1], torch.promote_types(dtype, torch.float32)
+    first = torch.cat([torch.ones_like(named[:1], dtype=torch.bool), named[1:] != named[:-1]])
+    begins = torch.where(first, torch.arange(tokens, device=named.device), 0).cummax(0).values
+    counts = (named >= 0) & (named < rows) & (named != padding)
+    # what does not count goes behind all others
+    sums = torch.zeros((tokens + 1, width), dtype=wide, device=dy.device)
+    sums = sums.index_add(0, torch.where(counts, begins, tokens), dy.reshape(-1, width)[order].to(wide))
+    places = torch.full((rows + 1,), -1, dtype=torch.int32, device=dy.device)
+    places = places.index_put((torch.where(counts, named, rows),), begins.to(torch.int32))
+    return sums[:-1].to(dtype), places[:-1]
+
+
+@step.op
+class SpreadRows(Indexing):
+    """Rows at their places, zeros in between: y[i] = sums[places[i]], or zeros where places[i] is negative."""
+
+    moves = True
+    sums = Operand()
+    places = Operand(IntTensor, "per row where it is, -1 for none")
+    y = Result()
+
+    @staticmethod
+    def infer(sums, places):
+        return sums.with_shape((*places.shape, *sums.shape[1:]))
+
+    @staticmethod
+    def evaluate(op):
+        def run(sums, places):
+            there = (places >= 0).reshape(-1, *(1 for _ in sums.shape[1:]))
+            return torch.where(there, sums[places.clamp_min(0)], 0)
+
+        return run
+
+    @staticmethod
+    def element(k, op, index):
+        place = k.at(op.places, index[:1])
+        nobody = k.apply("lt", place, k.constant(0, op.places.type.element), dtype=BOOL)
+        value = k.at(op.sums, [k.computed(place, checked=False), *index[1:]])
+        return k.choose(nobody, k.constant(0, op.y.type.element), value)
+
+    @staticmethod
+    def roles(op):
+        labels = LABELS[: op.sums.type.rank - 1]
+        return Roles(("Z" + labels, "Y"), ("Y" + labels,), whole="Z")
 
 
 # ---- one index tensor along one dimension ----------------------------------------------------------------------------
@@ -269,10 +365,26 @@ class IndexAdd(Indexing):
 # ---- several index tensors at once -----------------------------------------------------------------------------------
 
 
+def is_given(k, index: Value) -> bool:
+    """Whether an index tensor is read by a kernel as it is, or known to whoever writes the kernel.
+
+    Kernels are tried with indices that every table has; what is computed of those, it might not have.
+    """
+    op = index.op
+    if index in k.arguments or op is None or not op.operands:
+        return True
+    return (getattr(op.definition, "views", False) or op.name == "step.cast") and is_given(k, op.operands[0])
+
+
+def first_of(dims: tuple[int, ...]) -> int:
+    """The dimension of x[indices] that the index dimensions begin at."""
+    return dims[0] if dims == tuple(range(dims[0], dims[0] + len(dims))) else 0
+
+
 def indexed_shape(x: TensorType, indices: list[TensorType], dims: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of x[indices]: index dimensions in place of the indexed ones if those are neighbours, else first."""
     common = broadcast_shapes(*(i.shape for i in indices))
-    at = dims[0] if dims == tuple(range(dims[0], dims[0] + len(dims))) else 0
+    at = first_of(dims)
     rest = [d for i, d in enumerate(x.shape) if i not in dims]
     return (*rest[:at], *common, *rest[at:])
 
@@ -306,7 +418,7 @@ def _index_roles(op: Op, values: Value | None) -> Roles:
         tail, sizes = names[len(common) - len(index.shape) :], common[len(common) - len(index.shape) :]
         specs.append("".join(" " if d == 1 and n != 1 else c for c, d, n in zip(tail, index.shape, sizes, strict=True)))
     dims = op.dims
-    at = dims[0] if dims == tuple(range(dims[0], dims[0] + len(dims))) else 0
+    at = first_of(dims)
     rest = "".join(c for i, c in enumerate(labels) if i not in dims)
     picked = rest[:at] + names + rest[at:]
     whole = "".join(labels[d] for d in dims)
@@ -338,6 +450,20 @@ class Index(Indexing):
     def evaluate(op):
         dims = op.dims
         return lambda x, *indices: aten.index.Tensor(x, place_indices(dims, indices))
+
+    @staticmethod
+    def element(k, op, index):
+        if not all(is_given(k, i) for i in op.indices):
+            k.refuse("its indices are computed in the same kernel")
+        common = broadcast_shapes(*(i.type.shape for i in op.indices))
+        at = first_of(op.dims)
+        picked, rest = index[at : at + len(common)], iter((*index[:at], *index[at + len(common) :]))
+        places = [None if d in op.dims else next(rest) for d in range(op.x.type.rank)]
+        for dim, tensor in zip(op.dims, op.indices, strict=True):
+            own = picked[len(picked) - tensor.type.rank :]
+            own = [k.nowhere if n == 1 else place for place, n in zip(own, tensor.type.shape, strict=True)]
+            places[dim] = k.from_end(k.at(tensor, own), op.x.type.shape[dim])
+        return k.at(op.x, places)
 
     @staticmethod
     def derivative(b, op, dy):

@@ -1,0 +1,64 @@
+"""Tiles of matrix products: none is offered that does not fit, as the compiler's own count of shared memory says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from wholestep.backends.kernels import Spec
+from wholestep.backends.triton import contraction_tiles as tiles
+from wholestep.backends.triton.contraction_tiles import Demand
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.strides import row_major
+from wholestep.ir import BF16, F32, TensorType, add_function, finish_function, module
+from wholestep.transforms.loops import lowered
+
+
+def demand(n: int, k: int, computed: bool = False, beside: int = 0, written: int = 2, after: int = 2) -> Demand:
+    plain = (not computed, True)
+    return Demand(1, 100_000, n, k, 2, plain, (2, 2), 1 + bool(beside), beside, written, after, False, True)
+
+
+def test_programs_that_stay_fit_as_often_as_they_are_there() -> None:
+    met = 0
+    for n, k, computed, beside in itertools.product((64, 256, 384), (32, 64, 128, 196), (False, True), (0, 2, 4)):
+        asked = demand(n, k, computed, beside)
+        for tile in tiles.staying(asked):
+            at_once = -(-tile.programs // tiles.PROCESSORS)
+            assert 2 <= tile.stages <= 4 and at_once * tiles.staying_bytes(tile, asked) <= tiles.SHARED, (tile, asked)
+            met += 1
+    assert met > 50
+
+
+def test_many_functions_leave_room_for_fewer_sums() -> None:
+    few, many = (tiles.staying(demand(256, 128, after=after)) for after in (12, 15))
+    assert max(t.m * t.n // (32 * t.warps) for t in few) == 64
+    assert max(t.m * t.n // (32 * t.warps) for t in many) == 32
+
+
+def test_shared_memory_is_what_the_compiler_says() -> None:
+    """A product with a wide residual: what is kept, loaded ahead and laid out anew."""
+    triton = pytest.importorskip("triton")
+    if not Path(triton.knobs.nvidia.ptxas.path).exists():
+        pytest.skip("Triton has no ptxas here")
+    from wholestep.backends.triton.contraction import Contraction
+    from wholestep.backends.triton.generate import candidate, compile_for
+
+    types = [TensorType(s, t) for s, t in (((64000, 128), BF16), ((128, 128), BF16), ((64000, 128), F32))]
+    function = add_function(module(), "f", types)
+    b = StepBuilder(function.regions[0].block)
+    x, w, residual = function.regions[0].block.arguments
+    y = b.add(b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32), residual)
+    finish_function(function, [y])
+    dtypes = {BF16: torch.bfloat16, F32: torch.float32}
+    specs = [Spec(t.shape, row_major(t.shape), dtypes[t.element]) for t in (*types, y.type)]
+    product = Contraction(lowered(function), specs)
+    tile = product.tiles()[0]
+    made = candidate(product, tile)
+    (info,) = compile_for([made], 90).values()
+    assert not isinstance(info, Exception), info
+    asked = demand(128, 128, beside=4, written=4)
+    assert tile.programs and 0.9 * tiles.staying_bytes(tile, asked) <= info.shared <= tiles.staying_bytes(tile, asked)
