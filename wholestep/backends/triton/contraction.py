@@ -203,6 +203,16 @@ class Contraction:
                 todo += [v.op for v in op.operands]
         return [op for op in self.walk.ops if op in found and op is not self.dot]
 
+    @property
+    def stays(self) -> bool:
+        """Whether a program may stay for many tiles of rows.
+
+        Not where the sum goes over windows: such programs, with hundreds of loads under conditions of their own, were
+        wrong or left their image as Triton 3.6 compiles them for sm_90, where the others of the same text were right.
+        """
+        alone = not self.groups["z"] and len(self.groups["k"]) == 1
+        return alone and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums)
+
     def tiles(self) -> list[Tile]:
         """The configurations worth timing."""
         loaded = []
@@ -224,7 +234,7 @@ class Contraction:
                 written=max(op.operands[1].type.element.bits // 8 for op in self.stores) if self.stores else 0,
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
                 splits=not self.sums,
-                stays=not self.groups["z"] and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums),
+                stays=self.stays,
             )
         )
 
