@@ -387,6 +387,11 @@ class Replay:
             and self.own.counted is self.counted
         )
 
+    @property
+    def watched(self) -> bool:
+        """Whether the step is to run launch by launch for now."""
+        return self.compiled.static is None or self.compiled.static.ranges is not None
+
     def load(self) -> None:
         """Takes over from a step that went the long way: its numbers, and how often counters were written by then."""
         values, vectors = self.bound.values, self.counters.vectors

@@ -440,6 +440,8 @@ class TrainStep:
                     "learns there would be lost; leave the block first"
                 )
             again = self._again
+            if again is not None and again.watched:  # somebody looks at its launches one by one
+                again = None
             found = None if again is None else again(batch, named)
             if again is None or found is None:
                 result = self._long_way(batch, named)
