@@ -277,6 +277,18 @@ def test_what_the_driver_and_the_memory_ask_for():
         run(1)
 
 
+def test_launches_that_are_looked_at_run_one_by_one():
+    run, seen = Run(), list[str]()
+    run(4)
+    static, launched = run.step._compiled.static, run.driver.called.count("launch")
+    static.ranges = (seen.append, lambda: None)
+    run(1)
+    assert len(seen) >= len(static.plan.launches) // 2 and run.driver.called.count("launch") == launched
+    static.ranges = None
+    run(3)
+    assert run.driver.called.count("launch") > launched
+
+
 def test_what_goes_the_long_way_is_said():
     run = Run(ema=0.9)
     run(3)

@@ -292,9 +292,10 @@ def test_a_residual_stream_is_not_summed_up_again() -> None:
 
 
 def test_a_stream_in_f32_is_summed_up_again_from_few_terms_in_bf16() -> None:
+    """Where joins cost little: with what they cost by default sums are kept."""
     case, dear = (streams(nn.functional.dropout, "bf16") for _ in range(2))
-    cut(case.program.module, limits=ALL)
-    cut(dear.program.module, limits=Limits(least=0, joins=1.0))
+    cut(case.program.module, limits=replace(ALL, reads=4.5, joins=0.5))
+    cut(dear.program.module, limits=ALL)
     kept = set(kept_values(block_of(case)))
     sums = sums_again(case)
     for op in sums:
