@@ -40,6 +40,7 @@ from wholestep.backends.providers import (
 from wholestep.backends.store import DATABASE, Choice, Store
 from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.dialects.strides import row_major
+from wholestep.errors import WholestepError
 from wholestep.ir import add_function, finish_function, module
 from wholestep.transforms.loops import lowered
 
@@ -132,6 +133,21 @@ def test_a_bad_way_is_excluded_with_its_reason(how: str) -> None:
     chosen = choices.known[wanted.key]
     assert (chosen.provider, chosen.run) == ("aten", None)
     assert [(t.name, why in t.why) for t in chosen.excluded] == [("aped:one", True)], chosen.excluded
+
+
+def test_a_way_that_breaks_the_device_ends_one_process_and_no_other(tmp_path: Path) -> None:
+    store, wanted = Store("a machine", tmp_path), region()
+    broken = type("Broken", (Choices,), {"answers": lambda self: False})
+    with pytest.raises(
+        WholestepError, match=r"step\.mul.*\(aped:one\) broke the device.*illegal address\.\nIt is noted"
+    ):
+        broken(CPU, [Aten(), BAD["crash"][0]()], store).decide([wanted])
+    choices = Choices(CPU, [Aten(), Aped()], Store("a machine", tmp_path))  # what it would do by now does not matter
+    choices.decide([wanted])
+    assert choices.known[wanted.key].provider == "aten"
+    assert [t.why for t in choices.known[wanted.key].excluded] == [
+        "not built: RuntimeError: it has broken a process before"
+    ]
 
 
 @pytest.mark.parametrize("where", ["claims", "offers"])

@@ -19,15 +19,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..errors import WholestepError
 from ..ir.core import Value
 from ..machine.description import find_description
 from ..transforms.regions import form_of
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op
-from .store import Choice, Objects, Store, Timed, fingerprint
+from .store import Choice, Objects, Store, Timed, digest, fingerprint
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
 #: inside a plan than alone
@@ -44,6 +45,8 @@ CLEARLY, SLOW = 3.0, 1e-3
 CLEARLY_ON_GPU, LAUNCHING = 2.0, 1e-4
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
+#: what is noted of a way that has ended a process
+BROKEN = "broken"
 
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
@@ -322,6 +325,8 @@ class Choices:
         usable: list[Way] = []
         for provider, offer in contest.tried:
             made = built.get(offer.key, RuntimeError("it was not built"))
+            if self.has_broken(offer):
+                made = RuntimeError("it has broken a process before")
             if isinstance(made, Exception):
                 contest.timed.append(Timed(f"{provider.name}:{offer.name}", 0.0, f"not built: {first_line(made)}"))
             else:
@@ -374,6 +379,8 @@ class Choices:
                 seconds = 0.0 if why else self.time(lambda: run(*tensors), best)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
+                if not self.answers():
+                    self.break_off(provider, offer, region, error)
             timed.append(Timed(f"{provider.name}:{offer.name}", seconds, why))
             if why:
                 continue
@@ -403,6 +410,28 @@ class Choices:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def answers(self) -> bool:
+        """Whether the device still does: after an illegal access no call of this process succeeds."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    def has_broken(self, offer: Offer) -> bool:
+        """Whether this way has ended a process."""
+        return self.objects is not None and self.objects.read(BROKEN, digest(offer.key)) is not None
+
+    def break_off(self, provider: Provider, offer: Offer, region: Region, error: Exception) -> NoReturn:
+        """Notes a way after which the device answers nothing, so that the next process does without it."""
+        way, what = f"{provider.name}:{offer.name}", ", ".join(dict.fromkeys(op.name for op in region.ops))
+        then = 'Try: providers=["aten"]'
+        if self.objects is not None:
+            self.objects.write(BROKEN, digest(offer.key), way.encode())
+            then = "It is noted and not tried again on this machine: start the program once more"
+        told = f"a kernel that was tried for {what} ({way}) broke the device for this process: {first_line(error)}"
+        raise WholestepError(f"{told}.\n{then}") from error
 
     def time(self, call: Callable[[], object], to_beat: float = math.inf) -> float:
         """Seconds of one call: the least of several, on a GPU as part of a graph so that launching costs nothing.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from .contenders import EAGER, OURS, RIVALS, rank
+from .contenders import EAGER, MODES, OURS, RIVALS, rank
 from .results import Entry
 
 BEGIN, END = "<!-- wholestep bench: begin -->", "<!-- wholestep bench: end -->"
@@ -92,9 +92,15 @@ class Table:
         return {name: value for name, value in found.items() if value is not None}
 
     def ratio(self, case: tuple[str, str], against: str, figure: str) -> tuple[float, str] | None:
-        """Ours / theirs and who they are; None where one of them is not known."""
+        """Ours / theirs and who they are; None where one of them is not known.
+
+        Who is best is not known before a compiler has taken part.
+        """
         ours, others = self.figure(case, OURS, figure), self.others(case, figure)
-        name = min(others, key=lambda n: others[n], default=None) if against == BEST else against
+        name: str | None = against
+        if against == BEST:
+            compilers = set(MODES) & set(self.rows.get(case, {}))
+            name = min(others, key=lambda n: others[n], default=None) if compilers else None
         if ours is None or name is None or name not in others:
             return None
         return ours / others[name], name
@@ -111,7 +117,8 @@ class Table:
             return None
         if figure == UNPLANNED:
             planned, peak = entry.get("facts", {}).get("planned_peak"), entry.get("allocated_bytes")
-            return None if not planned or peak is None else abs(peak / planned - 1)
+            beside = entry.get("batch_bytes", 0)  # the benchmark's own batches are no part of a plan
+            return None if not planned or peak is None else abs((peak - beside) / planned - 1)
         return entry.get("facts", {}).get(figure, entry.get(figure))
 
     def outcome(self, bar: Bar) -> Outcome:

@@ -32,15 +32,19 @@ def keep_random_state() -> Iterator[None]:
     state, python, numpy = torch.get_rng_state(), random.getstate(), _numpy_generator()
     legacy = numpy.get_state() if numpy else None
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    failed = True
     try:
         yield
+        failed = False
     finally:
         torch.set_rng_state(state)
         random.setstate(python)
         if numpy:
             numpy.set_state(legacy)
         if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+            # a device that answers nothing any more takes no state either: what broke it is the error to tell
+            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+                torch.cuda.set_rng_state_all(cuda)
 
 
 def python_random_state() -> tuple[Any, ...]:
