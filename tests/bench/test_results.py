@@ -64,7 +64,7 @@ def test_means_and_worst_cases_are_those_of_contenders_that_agree() -> None:
 
 def test_figures_of_ours_alone() -> None:
     facts = {"planned_peak": 1000, "moved / bound": 1.2}
-    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, allocated_bytes=1005)])
+    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, allocated_bytes=1305, batch_bytes=300)])
     one = (("a", "full"),)
     host = table.outcome(bar("worst", "", 100, "host_us", one))
     assert host.value == 120.0 and host.verdict == "no" and host.worst == "a@full 120"
@@ -85,7 +85,8 @@ def test_budgets_and_variants_are_shown_and_are_no_rivals() -> None:
     for each in entries:
         each |= {"distance": 0.001, "command": "wholestep bench a"}
     table = Table(entries)
-    assert table.ratio(("a", "full"), BEST, "ms") == (0.4, "eager")
+    assert table.ratio(("a", "full"), BEST, "ms") is None  # no compiler took part
+    assert Table([*entries, entry("a", "compile", 25.0)]).ratio(("a", "full"), BEST, "ms") == (0.4, "eager")
     order = [row[1] for row in contender_rows(table)[1]]
     assert order == ["wholestep", "wholestep:0.7", "wholestep:0.5", "eager", "compile:0.3", "aten", "checkpoint"]
     text = record(entries)
