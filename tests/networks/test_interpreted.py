@@ -8,7 +8,7 @@ import pytest
 
 from tests import warm
 
-PARTS = {"words": "gpt2 or dlrm", "images": "efficient or (resnet50 and bf16)"}
+PARTS = {"words": "gpt2 or dlrm", "images": "(efficient or resnet50) and bf16"}
 
 
 @pytest.mark.parametrize("networks", PARTS.values(), ids=PARTS)

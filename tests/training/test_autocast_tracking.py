@@ -116,7 +116,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((smooth(one) - smooth(other)).abs() / smooth(other).abs()).max())
 
 
-@pytest.mark.parametrize(("make", "precision"), [(gpt, "bf16"), (bert, "bf16"), (resnet, "bf16"), (gpt, "fp16")])
+@pytest.mark.parametrize(("make", "precision"), [(bert, "bf16"), (resnet, "bf16"), (gpt, "fp16")])
 def test_losses_track_autocast(make: Callable[[], Any], precision: str) -> None:
     torch.manual_seed(0)
     model, loss, batch = make()
