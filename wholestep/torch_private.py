@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -125,16 +125,32 @@ def profiled(name: str) -> Any:
     return torch._C._profiler._RecordFunctionFast(name)
 
 
+def torch_library(name: str) -> ctypes.CDLL:
+    """One of torch's own libraries."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+
+
+def addresses(functions: Iterable[Any]) -> list[int]:
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+
+
+def functions_of_torch() -> list[int]:
+    """Addresses of functions that read a tensor, of torch's stable interface, and of the one that counts a write."""
+    library = torch_library("libtorch_cpu.so")
+    names = ("data_ptr", "dim", "sizes", "strides", "dtype", "device_type", "device_index")
+    found = [library[f"aoti_torch_get_{name}"] for name in names]
+    return addresses([*found, library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"]])
+
+
 def tensor_functions() -> list[int]:
     """Addresses of C++ functions that read a tensor: address, dimensions, strides, version, whether it trains.
 
     Of torch's stable interface; two by their names in C++: TensorBase::_version and TensorImpl::requires_grad.
     """
-    folder = Path(torch.__file__).parent / "lib"
-    tensors, core = ctypes.CDLL(str(folder / "libtorch_cpu.so")), ctypes.CDLL(str(folder / "libc10.so"))
+    tensors, core = torch_library("libtorch_cpu.so"), torch_library("libc10.so")
     stable = [tensors[f"aoti_torch_get_{name}"] for name in ("data_ptr", "dim", "strides")]
     own = [tensors["_ZNK2at10TensorBase8_versionEv"], core["_ZNK3c1010TensorImpl13requires_gradEv"]]
-    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (*stable, *own)]
+    return addresses([*stable, *own])
 
 
 def place_of_tensor() -> int:

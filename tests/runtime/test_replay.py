@@ -27,8 +27,9 @@ from wholestep.runtime import counters, record, replay_source, train_step
 from wholestep.runtime.bound import Cells
 from wholestep.runtime.cuda_graph import Graphed
 from wholestep.runtime.graph_nodes import DriverError
-from wholestep.runtime.replay import Arguments, Operation, Replay, functions_of_torch, native_replay
+from wholestep.runtime.replay import Arguments, Operation, Replay, native_replay
 from wholestep.runtime.train_step import TrainStep
+from wholestep.torch_private import functions_of_torch
 
 P, N = ctypes.c_void_p, ctypes.c_size_t
 

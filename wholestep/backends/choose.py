@@ -2,9 +2,10 @@
 
 Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
 that take long, and longer than memory lets them. While one region is measured, kernels of others are compiled. A way
-that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile. What was measured is
-kept (`store.py`), once per machine and version of the providers' code; where only guesses were tried, a program in
-which the region weighs more tries the rest.
+that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile, unless it breaks the
+device for the whole process: the next process does without it (`break_off`). What was measured is kept (`store.py`),
+once per machine and version of the providers' code; where only guesses were tried, a program in which the region weighs
+more tries the rest.
 """
 
 from __future__ import annotations

@@ -13,14 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..backends.cpp.compiler import Compiler, build_all, digest, working_compiler
 from ..errors import InputError
-from ..torch_private import foreach_copy
+from ..torch_private import foreach_copy, functions_of_torch, torch_library
 from ..training.optimizer_plan import OptimizerPlan
 from .bound import Cells, HostCall
 from .counters import Vector
@@ -114,18 +113,6 @@ class Arguments(ctypes.Structure):
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
-
-
-def torch_library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-
-
-def functions_of_torch() -> list[int]:
-    """Addresses of functions that read a tensor, of torch's stable interface, and of the one that counts a write."""
-    library = torch_library("libtorch_cpu.so")
-    names = ("data_ptr", "dim", "sizes", "strides", "dtype", "device_type", "device_index")
-    found = [library[f"aoti_torch_get_{name}"] for name in names]
-    return list(map(address_of, (*found, library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"])))
 
 
 class Cuda:

@@ -11,8 +11,8 @@ What counts is bytes: those that are kept, and those that computing again moves 
   unless the product waits for memory and can compute it while it reads (`tall_products.py`).
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest, and kept tensors of at most `joined` times its own bytes are read for
-  it. So sums of a residual stream are kept. (With `joins` at 0.5 every other one is, and ResNet-50's peak is 14 %
-  lower; but a relu's mask then comes from a sum that was never rounded, some 0.2 % of its elements differ from ATen's,
+  it. So sums of a residual stream are kept. (With `joins` at 0.5 every other one is, and less memory is
+  needed; but a relu's mask then comes from a sum that was never rounded, some 0.2 % of its elements differ from ATen's,
   and sums over all of them with random signs differ too much for the comparison in `backends/choose.py`.)
 - A value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
   cut goes beyond that, the first value that does counts as one that forward alone can make, and it is cut again.
