@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -377,3 +378,15 @@ def test_the_program_and_the_report():
     ):
         assert part in text, part
     assert repr(step).startswith("<TrainStep of Sequential: ")
+
+
+def test_the_batch_of_a_compile_is_the_users_to_free():
+    model = nn.Linear(4, 3)
+    batch = (torch.randn(5, 4), torch.randn(5, 3))
+    step = ws.compile(model, lambda m, x, y: ((m(x) - y) ** 2).mean(), torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    step(*batch)
+    memory = {t.data_ptr() for t in batch}
+    own = {id(t) for t in batch}
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and id(t) not in own]
+    assert not [t for t in tensors if t.numel() and t.data_ptr() in memory]
+    assert [t.shape for t in step.example_batch] == [t.shape for t in batch]

@@ -180,6 +180,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
         try:
             with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
                 program = torch.export.export(wrapper, inputs, strict=False)
+                program.example_inputs = None  # the user's batch is not held
         except WholestepError:
             raise
         except Exception as error:

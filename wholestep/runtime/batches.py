@@ -43,6 +43,12 @@ def flattened(batch: Any) -> tuple[list[torch.Tensor], list[str], Any]:
     return tensors, names, structure
 
 
+def form_of(batch: Any) -> Any:
+    """A batch of the same nesting, shapes and types, with zeros that take no memory: the user's own may go."""
+    tensors, _, structure = flattened(batch)
+    return unflatten(structure, [t.new_zeros(()).expand(t.shape) for t in tensors])
+
+
 def signature(tensors: list[torch.Tensor]) -> Signature:
     """What tells one compiled shape from another."""
     return tuple([tuple(t.shape) for t in tensors])

@@ -33,11 +33,12 @@ struct Walk {
   i64 (*version)(const void*);
   bool (*trains)(const void*);
   long inside, tag, keep, count, tagged, tables, lists, placed, laid, trained, counted;
-  long storage, data, form;
+  long storage, data, form, lines;
   char** tags;
   void **table, **list;
   char **place, **lie, **train, **number;
   i64* words;
+  char** line;
 };
 
 struct Pen {
@@ -58,18 +59,25 @@ struct Pen {
 // Strides of a form: dimensions, sizes and strides of up to five, offset. Those of more dimensions lie elsewhere.
 static const long INSIDE = 5;
 
-// Asks for the memory of tensors that come later: there are many, and each lies in several places.
-static void fetch_ahead(const Walk& w, char** handles, long i, long count) {
-  if (i + 24 < count) __builtin_prefetch(handles[i + 24] + w.inside);
-  if (i + 16 < count) {
-    char* tensor = *(char**)(handles[i + 16] + w.inside);
-    __builtin_prefetch(tensor + w.storage);
-    __builtin_prefetch(tensor + w.form + (1 + 2 * INSIDE) * sizeof(i64));
-  }
-  if (i + 8 < count) {
-    char* tensor = *(char**)(handles[i + 8] + w.inside);
-    __builtin_prefetch(*(char**)(tensor + w.storage) + w.data);
-  }
+// Writes down where the next walk will read: there are many tensors, and each lies in several places. What only a
+// function of torch reads (whether it trains, how often it was written) is taken to lie where it has been for years.
+static void write_lines(Walk& w) {
+  long count = 0;
+  for (long i = 0; i < w.tagged; ++i) w.line[count++] = w.tags[i] + w.tag;
+  char** groups[] = {w.place, w.lie, w.train, w.number};
+  long sizes[] = {w.placed, w.laid, w.trained, w.counted};
+  const long last[] = {0, 0, 8, 24};
+  for (long g = 0; w.form && g < 4; ++g)
+    for (long i = 0; i < sizes[g]; ++i) {
+      char* handle = groups[g][i] + w.inside;
+      char* tensor = *(char**)handle;
+      char* other = *(char**)(tensor + w.storage + last[g]);
+      w.line[count++] = handle;
+      w.line[count++] = tensor + w.storage;
+      w.line[count++] = g < 2 ? tensor + w.form + (1 + 2 * INSIDE) * sizeof(i64) : tensor;
+      w.line[count++] = g < 2 ? other + w.data : other;
+    }
+  w.lines = count;
 }
 
 static bool note_place(const Walk& w, Pen& pen, char* handle, bool direct) {
@@ -108,16 +116,11 @@ static bool walk(const Walk& w, Pen& pen, bool direct = true) {
     for (long j = 0; j < members; ++j)
       if (!pen.note(w.item(w.list[i], j))) return false;
   }
-  bool ahead = direct && w.form;
-  for (long i = 0; i < w.placed; ++i) {
-    if (ahead) fetch_ahead(w, w.place, i, w.placed);
+  for (long i = 0; i < w.placed; ++i)
     if (!note_place(w, pen, w.place[i] + w.inside, direct)) return false;
-  }
-  for (long i = 0; i < w.laid; ++i) {
-    if (ahead) fetch_ahead(w, w.lie, i, w.laid);
+  for (long i = 0; i < w.laid; ++i)
     if (!note_place(w, pen, w.lie[i] + w.inside, direct) || !note_strides(w, pen, w.lie[i] + w.inside, direct))
       return false;
-  }
   for (long i = 0; i < w.trained; ++i)
     if (!pen.note((i64)w.trains(*(void**)(w.train[i] + w.inside)))) return false;
   for (long i = 0; i < w.counted; ++i)
@@ -125,16 +128,20 @@ static bool walk(const Walk& w, Pen& pen, bool direct = true) {
   return true;
 }
 
-// Whether all is as it was written down.
+// Whether all is as it was written down. After a long step little of it is still in the caches: all is asked for first.
 static bool unchanged(const Walk* w) {
+  for (long i = 0; i < w->lines; ++i) __builtin_prefetch(w->line[i]);
   Pen pen = {w->words, false, w->count, 0};
   return walk(*w, pen);
 }
 
 // As many words as before; false where there are more now.
-static bool write_down(const Walk* w) {
+static bool write_down(Walk* w) {
   Pen pen = {w->words, true, w->count, 0};
-  return walk(*w, pen);
+  w->lines = 0;
+  if (!walk(*w, pen)) return false;
+  write_lines(*w);
+  return true;
 }
 """
 SOURCE = (
@@ -169,8 +176,8 @@ class Walk(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("address", "dimensions", "strides", "version", "trains")),
         *((name, ctypes.c_long) for name in ("inside", "tag", "keep", "count")),
         *((name, ctypes.c_long) for name in ("tagged", "tables", "lists", "placed", "laid", "trained", "counted")),
-        *((name, ctypes.c_long) for name in ("storage", "data", "form")),
-        *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number", "words")),
+        *((name, ctypes.c_long) for name in ("storage", "data", "form", "lines")),
+        *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number", "words", "line")),
     )
 
 
@@ -205,8 +212,9 @@ class NativeRecord:
         groups = self._groups = of.groups()  # held, so that none of them goes while its address is kept
         self._arrays = [(ctypes.c_void_p * len(group))(*map(id, group)) for group in groups]
         places = map(ctypes.addressof, self._arrays)
-        where = (*walker.functions, walker.inside, walker.tag, 0, 0, *map(len, groups), *walker.form, *places, None)
-        self._walk = Walk(*where)
+        where = (*walker.functions, walker.inside, walker.tag, 0, 0, *map(len, groups), *walker.form, 0, *places)
+        self._lines = (ctypes.c_void_p * (len(of.tagged) + 4 * sum(map(len, groups[3:]))))()
+        self._walk = Walk(*where, None, ctypes.addressof(self._lines))
         #: where C++ finds it, for as long as this is held
         self.at, self._words = ctypes.addressof(self._walk), (ctypes.c_int64 * 0)()
         #: whether all of it can be read: else it is never the same

@@ -41,7 +41,7 @@ from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.layout import own_strides
 from ..transforms.opportunity import Opportunity, opportunities
 from . import fusions, own_state
-from .batches import as_compiled, check_structure, check_tensor, flattened, shape_message, signature
+from .batches import as_compiled, check_structure, check_tensor, flattened, form_of, shape_message, signature
 from .checkpoint import check_checkpoint
 from .counters import Counters
 from .cuda_graph import Graphed
@@ -169,7 +169,8 @@ class TrainStep:
         compile_now: bool = True,
     ):
         self.model, self.loss_fn, self.optimizer, self.options = model, loss_fn, optimizer, options
-        self.example_batch = example_batch
+        #: its form; the tensors themselves are the user's and not held
+        self.example_batch = form_of(example_batch)
         self._recompile, self._key_of = recompile, key_of
         self._lock, self._uninterrupted = threading.RLock(), Uninterrupted()
         self._own = OwnState(options)
