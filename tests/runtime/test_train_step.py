@@ -383,7 +383,7 @@ def test_the_program_and_the_report():
 def test_the_batch_of_a_compile_is_the_users_to_free():
     model = nn.Linear(4, 3)
     batch = (torch.randn(5, 4), torch.randn(5, 3))
-    step = ws.compile(model, lambda m, x, y: ((m(x) - y) ** 2).mean(), torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    step = ws.compile(model, lambda m, x, y: F.mse_loss(m(x), y), sgd(model), batch)
     step(*batch)
     memory = {t.data_ptr() for t in batch}
     own = {id(t) for t in batch}

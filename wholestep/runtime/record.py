@@ -177,7 +177,8 @@ class Walk(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("inside", "tag", "keep", "count")),
         *((name, ctypes.c_long) for name in ("tagged", "tables", "lists", "placed", "laid", "trained", "counted")),
         *((name, ctypes.c_long) for name in ("storage", "data", "form", "lines")),
-        *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number", "words", "line")),
+        *((name, ctypes.c_void_p) for name in ("tags", "table", "list", "place", "lie", "train", "number")),
+        *((name, ctypes.c_void_p) for name in ("words", "line")),
     )
 
 
