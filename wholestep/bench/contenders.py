@@ -20,8 +20,15 @@ from .jax_contender import JaxTraining
 from .workload import Batch, Workload
 
 OURS, EAGER = "wholestep", "eager"
-#: ours by ATen's kernels alone; eager training that keeps the inputs of its blocks and runs them again in backward
-ATEN, CHECKPOINT = "aten", "checkpoint"
+#: ours with other options: ATen's kernels alone, PyTorch's compiler for regions too, every configuration tried
+OWN: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "aten": {"providers": ["aten"]},
+    "inductor": {"providers": ["aten", "triton", "cpp", "inductor"]},
+    "max": {"tune": "max"},
+}
+#: eager training that keeps the inputs of its blocks and runs them again in backward
+CHECKPOINT = "checkpoint"
 #: contenders that compile forward and loss with torch.compile, and its mode
 MODES = {
     "compile": None,
@@ -32,7 +39,7 @@ MODES = {
 JAX = "jax"
 #: those that the best is picked from: what they keep in memory is up to them
 RIVALS = (EAGER, *MODES, JAX)
-CONTENDERS = (OURS, *RIVALS, ATEN, CHECKPOINT)
+CONTENDERS = (OURS, *RIVALS, *list(OWN)[1:], CHECKPOINT)
 #: contenders that may have a budget: a share of our own peak without one; torch's `activation_memory_budget`
 BUDGETED = (OURS, "compile")
 PRECISIONS = ("bf16", "fp32")
@@ -45,7 +52,7 @@ def split(contender: str) -> tuple[str, float | None]:
 
 
 def is_ours(contender: str) -> bool:
-    return split(contender)[0] in (OURS, ATEN)
+    return split(contender)[0] in OWN
 
 
 def measures(contender: str) -> bool:
@@ -88,7 +95,7 @@ def make(contender: str, workload: Workload, precision: str, example: Batch, net
         training = JaxTraining(workload, network, module, precision)
         return Trainer(training, jax=training)
     if is_ours(name):
-        return ours(workload, precision, example, ["aten"] if name == ATEN else None, budget)
+        return ours(workload, precision, example, {**OWN[name], "memory_budget": budget})
     if name == CHECKPOINT:
         keep_inputs(blocks(workload.model))
     if name in (EAGER, CHECKPOINT):
@@ -98,21 +105,11 @@ def make(contender: str, workload: Workload, precision: str, example: Batch, net
     return torch_step(workload, torch.compile(workload.loss_fn, mode=MODES[name]), precision, MODES[name] is not None)
 
 
-def ours(
-    workload: Workload, precision: str, example: Batch, providers: list[str] | None, budget: float | None
-) -> Trainer:
+def ours(workload: Workload, precision: str, example: Batch, options: dict[str, Any]) -> Trainer:
     import wholestep as ws
 
     optimizer, schedule = workload.optimizer()
-    whole = ws.compile(
-        workload.model,
-        workload.loss_fn,
-        optimizer,
-        example,
-        precision=precision,
-        providers=providers,
-        memory_budget=budget,
-    )
+    whole = ws.compile(workload.model, workload.loss_fn, optimizer, example, precision=precision, **options)
     return Trainer(lambda batch: whole(*batch).detach(), optimizer, whole, schedule=schedule)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import agreement
-from .contenders import EAGER, OURS, is_ours, rank, split
+from .contenders import EAGER, OURS, is_ours, rank
 from .runner import Failed, Runner, Settings
 from .workload import Case
 
@@ -81,8 +81,8 @@ class Race:
         """Starts a process. It imports and builds; `ready` waits for that."""
         entry = self._found[name] = {"status": "failed"}
         caches = None
-        if is_ours(name) and split(name)[1] is not None and OURS in self.runners:
-            caches = self.runners[OURS].caches  # how long it compiles is no figure of a budget
+        if is_ours(name) and name not in (OURS, "aten") and OURS in self.runners:
+            caches = self.runners[OURS].caches  # how long it compiles is no figure of a budget, or of a provider more
             entry["warm"] = True
         try:
             self.runners[name] = Runner(self.case, name, self.settings, folder, self.deadline, caches)

@@ -28,7 +28,7 @@ HEAD = (
     "rounding does to eager training, at least 1 % in bf16.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
     "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
-    '`providers=["aten"]`.',
+    '`providers=["aten"]`; *inductor*: with PyTorch\'s compiler among the providers; *max*: with `tune="max"`.',
 )
 CONTENDER_COLUMNS = (
     "contender",
