@@ -177,21 +177,24 @@ CASES = [
     dict(mask=(3, 1, 6, 6)),
     dict(mask=(6, 6), mask_element=F32),
     dict(k=(3, 4, 9, 8)),
+    dict(k=(3, 2, 6, 8), enable_gqa=True, causal=True, transposed=True),
+    dict(k=(3, 1, 9, 8), enable_gqa=True, element=BF16, mask=(3, 4, 6, 9)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_kernels_of_a_cpu_give_the_formula(case):
+def test_kernels_of_a_cpu_give_the_formula(case):
     """The ops themselves, by the kernel that their attribute names, on operands as they are made up for timing."""
     root = program(**case)
     forward = ops(root)[0]
-    assert kernels_for(forward, CPU) == ["flash", "math"]
+    names = ["flash", "flash_repeated", "math"] if "enable_gqa" in case else ["flash", "math"]
+    assert kernels_for(forward, CPU) == names
     orders = [attentions.order_of(v) for v in (forward.q, forward.k, forward.v)]
     assert orders[0] == ((0, 2, 1, 3) if case.get("transposed") else (0, 1, 2, 3))
     q, k, v, dout, mask = made_up(forward, orders, CPU)
     assert q.permute(orders[0]).is_contiguous() and q.dtype is (torch.bfloat16 if "element" in case else torch.float32)
     wanted = formula(forward, q, k, v, dout, mask, True)
-    for name in ("flash", "math"):
+    for name in names:
         ahead, back = way_by(name, forward)
         out, lse = ahead(q, k, v, mask)
         found = [out, lse, *back(dout, q, k, v, out, lse, mask)]
@@ -232,5 +235,8 @@ def test_a_chosen_kernel_is_what_runs(monkeypatch):
 
 def test_kernels_of_a_gpu_in_pytorchs_order():
     found = [attention_cuda.fused_kernels(ops(program(**case))[0], (9, 0), 91900) for case in (
-        dict(element=BF16, causal=True), dict(element=F32), dict(element=BF16, mask=(6, 6)))]  # fmt: skip
-    assert found == [["cudnn", "flash", "efficient"], ["efficient"], ["efficient"]]
+        dict(element=BF16, causal=True), dict(element=F32), dict(element=BF16, mask=(6, 6)),
+        dict(element=BF16, causal=True, k=(3, 2, 6, 8), enable_gqa=True))]  # fmt: skip
+    assert found == [
+        ["cudnn", "flash", "efficient"], ["efficient"], ["efficient"], ["cudnn", "flash", "efficient", "cudnn_repeated"]
+    ]  # fmt: skip

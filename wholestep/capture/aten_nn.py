@@ -452,12 +452,14 @@ def _attention(imp, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         return NotImplemented
     if mask is not None and mask.type.element is not BOOL:
         mask = b.cast_to(mask, q.type.element)
-    if dropout_p == 0.0 and q.type.rank == 4 and k.type.rank == 4 and v.type.rank == 4:
-        if enable_gqa:
-            k, v = (_repeat_heads(b, t, q.type.shape[1]) for t in (k, v))
-        if q.type.shape[:2] == k.type.shape[:2] == v.type.shape[:2]:
-            return b.attention(q, k, v, mask, causal=is_causal, scale=scale)[0]
-    elif enable_gqa:
+    if enable_gqa and k.type.shape[-3] != v.type.shape[-3]:  # the op has one number of heads for both
+        k, v = (_repeat_heads(b, t, q.type.shape[-3]) for t in (k, v))
+    if dropout_p == 0.0 and q.type.rank == k.type.rank == v.type.rank == 4:
+        few = enable_gqa and q.type.shape[1] != k.type.shape[1]
+        same = slice(1 if few else 2)
+        if q.type.shape[same] == k.type.shape[same] == v.type.shape[same]:
+            return b.attention(q, k, v, mask, causal=is_causal, scale=scale, enable_gqa=few)[0]
+    if enable_gqa:
         k, v = (_repeat_heads(b, t, q.type.shape[-3]) for t in (k, v))
     return _attention_by_parts(imp, q, k, v, mask, dropout_p, is_causal, scale)
 

@@ -97,14 +97,16 @@ def test_logsumexp(causal):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [None, "bool", "float", "causal"])
-def test_bitwise_eager_where_it_is_fused(dtype, masked):
+@pytest.mark.parametrize("own", [3, 1])
+def test_bitwise_eager_where_it_is_fused(dtype, masked, own):
     tensors = [t.to(dtype) for t in qkv(2, 3, length=33, keys=33, width=16)]
+    tensors[1:] = [t[:, :own].contiguous() for t in tensors[1:]]
     mask = {"bool": torch.ones(33, 33, dtype=torch.bool).tril(), "float": randn(2, 1, 33, 33).to(dtype)}.get(masked)
     leaves = [t.clone().requires_grad_() for t in tensors]
-    out = F.scaled_dot_product_attention(*leaves, mask, is_causal=masked == "causal", scale=0.25)
+    out = F.scaled_dot_product_attention(*leaves, mask, is_causal=masked == "causal", scale=0.25, enable_gqa=own < 3)
     dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     truth = torch.autograd.grad(out, leaves, dy)
-    options = dict(causal=masked == "causal", scale=0.25)
+    options = dict(causal=masked == "causal", scale=0.25, enable_gqa=own < 3)
     operands = tensors if mask is None else [*tensors, mask]
     assert torch.equal(forward("attention", operands, **options)[0], out.detach())
     for mine, want in zip(gradients("attention", operands, [dy, None], **options), truth, strict=False):

@@ -2,8 +2,9 @@
 
 Shapes are [..., L, D] for q, [..., S, D] for k, [..., S, E] for v. The log-sum-exp of each row of scores is a result:
 backward makes the probabilities again from it and no [L, S] tensor is kept. A row in which everything is masked gives
-zeros, and 0 as its log-sum-exp. Dropout is not part of it: capture expands attention with dropout. Which kernel runs an
-op follows from its types, as PyTorch would choose, or from its attribute `kernel` (backends/attentions.py measures).
+zeros, and 0 as its log-sum-exp. With `enable_gqa` k and v may have fewer heads (dimension -3) than q, each shared by
+neighbouring heads of q. Dropout is not part of it: capture expands attention with dropout. Which kernel runs an op
+follows from its types, as PyTorch would choose, or from its attribute `kernel` (backends/attentions.py measures).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ aten = torch.ops.aten
 
 #: the formula, where no fused kernel runs
 MATH = "math"
-KERNELS = (attention_cuda.CUDNN, attention_cuda.FLASH, attention_cuda.EFFICIENT, MATH)
+FUSED = (attention_cuda.CUDNN, attention_cuda.FLASH, attention_cuda.EFFICIENT)
+KERNELS = (*FUSED, attention_cuda.CUDNN_REPEATED, attention_cuda.FLASH_REPEATED, MATH)
 
 
 class AttentionLike(StepOp):
@@ -96,9 +98,9 @@ def product_flops(op: Op) -> int:
 
 
 def flash_fits(op: Op) -> bool:
-    """Whether eager PyTorch would take its fused CPU kernel: 4-d, equal heads and widths, a mask of rank 2 or 4."""
+    """Whether eager PyTorch would take its fused CPU kernel: 4-d, equal widths, a mask of rank 2 or 4."""
     q, k, v = op.q.type, op.k.type, op.v.type
-    if q.rank != 4 or q.shape[:2] != k.shape[:2] or q.shape[-1] != v.shape[-1]:
+    if q.rank != 4 or q.shape[-1] != v.shape[-1]:
         return False
     if 0 in q.shape or 0 in k.shape:
         return False
@@ -123,7 +125,10 @@ def kernels_for(op: Op, device: torch.device) -> list[str]:
     """What can run an op on this device, PyTorch's own choice first."""
     if device.type == "cuda":
         return attention_cuda.fused_kernels(op, *attention_cuda.gpu_of(device)) or [MATH]
-    return [attention_cuda.FLASH, MATH] if device.type == "cpu" and flash_fits(op) else [MATH]
+    if device.type != "cpu" or not flash_fits(op):
+        return [MATH]
+    repeated = [attention_cuda.FLASH_REPEATED] if op.q.type.shape[1] != op.k.type.shape[1] else []
+    return [attention_cuda.FLASH, *repeated, MATH]
 
 
 def kernel_of(op: Op, device: torch.device) -> str:
@@ -231,11 +236,11 @@ def expand_backward(b, op: Op) -> tuple[Value, Value, Value, Value]:
 
 @step.op
 class Attention(AttentionLike):
-    """softmax(scale * q k^T + mask) v."""
+    """softmax(scale * q k^T + mask) v. With `enable_gqa` neighbouring heads of q share a head of k and v."""
 
     q = Operand(FloatTensor, "[..., L, D]")
-    k = Operand(FloatTensor, "[..., S, D]")
-    v = Operand(FloatTensor, "[..., S, E]")
+    k = Operand(FloatTensor, "[..., S, D]; fewer heads with enable_gqa")
+    v = Operand(FloatTensor, "[..., S, E]; as many heads as k")
     mask = Operand(AnyTensor, "numbers to add, or booleans that say what is seen", optional=True)
     out = Result()
     logsumexp = Result(doc="of each row of scores")
@@ -255,6 +260,7 @@ class Attention(AttentionLike):
             if kernel != MATH and q.device.type == "cuda":
                 return attention_cuda.forward(kernel, q, k, v, mask, causal, scale)
             if kernel != MATH:
+                _, k, v = attention_cuda.heads_for(kernel, q, k, v)
                 return aten._scaled_dot_product_flash_attention_for_cpu.default(
                     packed(q), packed(k), packed(v), 0.0, causal, attn_mask=mask, scale=scale
                 )
@@ -306,7 +312,7 @@ class AttentionBackward(AttentionLike):
 
 @step.op
 class AttentionGrad(AttentionBackward):
-    """dq, dk and dv of attention."""
+    """dq, dk and dv of attention; dk and dv have the heads of k, summed over the heads of q that share them."""
 
     products = 5
     dq = Result()
@@ -328,10 +334,13 @@ class AttentionGrad(AttentionBackward):
             if kernel != MATH and q.device.type == "cuda":
                 return attention_cuda.backward(kernel, dout, q, k, v, out, logsumexp, mask, causal, scale)
             if kernel != MATH:
+                own = k.shape[1]
+                _, k, v = attention_cuda.heads_for(kernel, q, k, v)
                 operands = (packed(dout), packed(q), packed(k), packed(v), out, logsumexp)
-                return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                     *operands, 0.0, causal, attn_mask=mask, scale=scale
                 )
+                return dq, attention_cuda.summed_heads(dk, own), attention_cuda.summed_heads(dv, own)
             return reference(dout, q, k, v, mask)
 
         return spread(op, run)

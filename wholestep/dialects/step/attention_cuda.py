@@ -15,6 +15,9 @@ aten = torch.ops.aten
 
 #: the kernels, as torch names them
 CUDNN, FLASH, EFFICIENT = "cudnn", "flash", "efficient"
+#: ends the name of a kernel that is given a copy of k and v for every head of q; the efficient one always needs them
+REPEATED = "_repeated"
+CUDNN_REPEATED, FLASH_REPEATED = CUDNN + REPEATED, FLASH + REPEATED
 #: the efficient kernel keeps the log-sum-exp of rows in multiples of this many
 _ROWS = 32
 #: the efficient kernel wants rows of a mask to start at multiples of this many elements
@@ -50,13 +53,14 @@ def fused_kernels(op: Op, capability: tuple[int, int], cudnn: int) -> list[str]:
     # flash aligns a causal mask to the last key where lengths differ; cuDNN gives NaN in rows that see nothing
     plain = op.mask is None and width == v.shape[-1] and not (op.causal and length != keys)
     if element in ("f16", "bf16") and capability >= (8, 0) and plain:
-        same_heads = q.shape[1] == k.shape[1]
-        if capability in _CUDNN_GPUS and cudnn > _CUDNN_VERSION and width <= 128 and keys > 1 and same_heads:
+        if capability in _CUDNN_GPUS and cudnn > _CUDNN_VERSION and width <= 128 and keys > 1:
             found.append(CUDNN)
         if width <= (256 if capability in _WIDE_FLASH_GPUS else 192):
             found.append(FLASH)
     if element in ("f16", "f32") or (element == "bf16" and capability >= (8, 0)):
         found.append(EFFICIENT)
+    if CUDNN in found and q.shape[1] != k.shape[1]:
+        found.append(CUDNN_REPEATED)
     return found
 
 
@@ -76,9 +80,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the log-sum-exp [B, H, L] of each row; 0 for rows that see nothing. A mask is numbers to add."""
     length, width = q.shape[-2], v.shape[-1]
+    kernel, k, v = heads_for(kernel, q, k, v)
     if kernel == EFFICIENT:
         bias = bias_rows(mask, q, k.shape[-2])
-        k, v = repeated_heads(k, q.shape[1]), repeated_heads(v, q.shape[1])
         out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(
             aligned(q), aligned(k), aligned(v), bias, True, 0.0, causal, scale=scale
         )
@@ -110,20 +114,18 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, from what `forward` gave by the same kernel."""
-    (heads, length), keys, own = q.shape[1:3], k.shape[-2], k.shape[1]
+    length, keys, own = q.shape[-2], k.shape[-2], k.shape[1]
     widths = q.shape[-1], v.shape[-1]
+    kernel, k, v = heads_for(kernel, q, k, v)
     unused = q.new_empty((2,), dtype=torch.int64)  # the state of dropout, which nobody reads without dropout
     if kernel == EFFICIENT:
         bias = bias_rows(mask, q, keys)
-        k, v = repeated_heads(k, heads), repeated_heads(v, heads)
         missing = -length % _ROWS
         lse = F.pad(lse, (0, missing), value=float("inf")) if missing else dense(lse)
         q, k, v, dout, out = aligned(q), aligned(k), aligned(v), by_position(dout), by_position(out)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward.default(
             dout, q, k, v, bias, out, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
         )
-        if own != heads:
-            dk, dv = (t.unflatten(1, (own, heads // own)).sum(2) for t in (dk, dv))
     elif kernel == FLASH:
         q, k, v, dout, out, lse = (*(aligned(t) for t in (q, k, v, dout, out)), dense(lse))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
@@ -134,6 +136,7 @@ def backward(
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             dout, q, k, v, out, lse, unused, unused, None, None, None, length, keys, 0.0, causal, scale=scale
         )
+    dk, dv = summed_heads(dk, own), summed_heads(dv, own)
     return first(dq, widths[0]), first(dk, widths[0]), first(dv, widths[1])
 
 
@@ -189,8 +192,20 @@ def bias_rows(mask: torch.Tensor | None, q: torch.Tensor, keys: int) -> torch.Te
     return first(mask, keys).expand(*q.shape[:-1], keys)
 
 
+def heads_for(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Which of torch's kernels runs, and k and v with the heads that it is given."""
+    if kernel == EFFICIENT or kernel.endswith(REPEATED):
+        k, v = repeated_heads(k, q.shape[1]), repeated_heads(v, q.shape[1])
+    return kernel.removesuffix(REPEATED), k, v
+
+
 def repeated_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """k or v with each head repeated for the query heads that share it."""
     if x.shape[1] == heads:
         return x
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
+
+
+def summed_heads(dx: torch.Tensor, own: int) -> torch.Tensor:
+    """The gradient of k or v from those of the copies of its heads."""
+    return dx if dx.shape[1] == own else dx.unflatten(1, (own, dx.shape[1] // own)).sum(2)

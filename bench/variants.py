@@ -1,0 +1,180 @@
+"""Other ways to run the same step against the plain one: results, time and memory, in turns.
+
+GPT-2 at 8x1024, bf16, AdamW: updates beside backward (`side-updates`), values that wait in host memory (`offload`), and
+the plain step once more: whether it repeats itself. All start from the same weights and see the same batches; losses
+and parameters must be those of the plain step bit by bit, or no time is counted. `python bench/variants.py [--networks
+gpt2 ...] [--out FILE.md]` on a GPU, in a minute or two. Without one: `--dry` walks the same path on a CPU at tiny
+sizes, where all are the plain step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import pathlib
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import wholestep as ws  # noqa: E402
+from bench.networks import Network, build  # noqa: E402
+from bench.networks.bert_large import DIMENSIONS  # noqa: E402
+from wholestep.plan.side import SIDE  # noqa: E402
+
+#: steps that are compared, rounds of timing, steps of one variant in a round
+CHECKED, ROUNDS, STEPS = 8, 9, 10
+EIGHT = "eight layers"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain again": {},
+    "side-updates": {"force": ("side-updates *",)},
+    "offload": {"force": ("offload *.mlp.c_proj/forward/*",), "level": 4},
+}
+
+
+@dataclass
+class Variant:
+    """One way to run the step, with what it gave so far."""
+
+    network: Network
+    step: ws.TrainStep
+    losses: list[float]
+    #: all bytes that were taken at once for it, its parameters included; 0 where there is no GPU
+    peak: int
+    seconds: float
+
+
+def compiled(name: str, size: str, device: str, options: dict[str, Any]) -> Variant:
+    """A step from its first weights on, after the steps that are compared."""
+    cuda = device == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    start = time.perf_counter()
+    network = build(name, size, device)
+    optimizer, _ = network.optimizer(network.model)
+    batch = network.make_batch(0, device)
+    options = options if cuda else {}
+    step = ws.compile(network.model, network.loss_fn, optimizer, batch, precision="bf16", **options)
+    seconds = time.perf_counter() - start
+    losses = [float(step(*network.make_batch(seed, device))) for seed in range(CHECKED)]
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    return Variant(network, step, losses, peak, seconds)
+
+
+def milliseconds(variant: Variant, batch: Any, cuda: bool) -> float:
+    """Of one step, as the mean of some in a row."""
+    if not cuda:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            variant.step(*batch)
+        return (time.perf_counter() - start) * 1e3 / STEPS
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(STEPS):
+        variant.step(*batch)
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / STEPS
+
+
+def plan_of(variant: Variant) -> dict[str, Any]:
+    """What the plan says: launches on other streams, how many others each of them may run beside, what goes where."""
+    plan = variant.step._compiled.planned.plan
+    main = [not x.stream and x.provider not in ("host", "wait") for x in plan.launches]
+    waits = [(x.waits[0], p) for p, x in enumerate(plan.launches) if x.provider == "wait"]
+    return {
+        "streams": collections.Counter(x.stream for x in plan.launches if x.stream),
+        "beside": [sum(main[start:end]) for start, end in waits if plan.launches[start].stream == SIDE],
+        "arena": plan.arena,
+        "host": plan.bytes_in("pinned"),
+        "by": variant.step.report().execution["by"],
+    }
+
+
+def race(name: str, size: str, device: str) -> dict[str, Any]:
+    """All variants of one network; without times where they do not agree with the first."""
+    plain: Variant | None = None
+    found: dict[str, Variant] = {}
+    record: dict[str, Any] = {"network": name, "variants": {}}
+    for label, options in VARIANTS.items():
+        variant = found[label] = compiled(name, size, device, options)
+        plain = plain or variant
+        pairs = zip(plain.network.model.parameters(), variant.network.model.parameters(), strict=True)
+        different = sum(not torch.equal(a, b) for a, b in pairs)
+        far = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, variant.losses, strict=True))
+        record["variants"][label] = {"far": far, "different": different, "equal": not far and not different}
+    assert plain is not None
+    record["items"] = plain.network.items
+    times: dict[str, list[float]] = {label: [] for label in found}
+    batch = plain.network.make_batch(CHECKED, device)
+    for _ in range(ROUNDS):
+        for label, variant in found.items():
+            if record["variants"][label]["equal"]:
+                times[label].append(milliseconds(variant, batch, device == "cuda"))
+    for label, variant in found.items():
+        ms = statistics.median(times[label]) if times[label] else None
+        record["variants"][label] |= {"ms": ms, "peak": variant.peak, "seconds": variant.seconds, **plan_of(variant)}
+    return record
+
+
+def row(label: str, found: dict[str, Any]) -> str:
+    agree = "bit for bit" if found["equal"] else f"NOT: losses {found['far']:.1e}, {found['different']} parameters"
+    ms = "not counted" if found["ms"] is None else f"{found['ms']:.3f}"
+    beside = found["beside"]
+    hidden = f"{len(beside)} launches beside {sum(beside) / len(beside):.0f} others each" if beside else ""
+    streams = ", ".join(
+        [f"{count} on {stream}" for stream, count in found["streams"].items()] + [hidden] * bool(hidden)
+    )
+    sizes = f"{found['peak'] / 1e9:.3f} | {found['arena'] / 1e9:.3f} | {found['host'] / 1e9:.3f}"
+    return f"| {label} | {agree} | {ms} | {sizes} | {streams or 'one stream'}; {found['by']} | {found['seconds']:.1f} |"
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    lines = [
+        "# Other ways to run the same step",
+        "",
+        f"`python {' '.join(['bench/variants.py', *sys.argv[1:]])}` on {device}, torch {torch.__version__}, bf16.",
+        f"{CHECKED} steps are compared; ms is the median of {ROUNDS} rounds of {STEPS} steps, in turns.",
+    ]
+    for record in records:
+        lines += ["", f"## {record['network']}, {record['items']}", ""]
+        lines += ["| | as the plain step | ms | peak GB | arena GB | host GB | streams | compile s |", "|" + "---|" * 8]
+        lines += [row(label, found) for label, found in record["variants"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["gpt2"], choices=["gpt2", "bert_large"])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny sizes")
+    options = parser.parse_args()
+    DIMENSIONS[EIGHT] = (*DIMENSIONS["full"][:4], 8, DIMENSIONS["full"][5])
+    records = []
+    for name in options.networks:
+        size = "tiny" if options.dry else EIGHT if name == "bert_large" else "full"
+        records.append(race(name, size, "cpu" if options.dry else "cuda"))
+        gc.collect()
+    text = page(records)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+    if not all(found["equal"] for record in records for found in record["variants"].values()):
+        sys.exit("the steps do not agree")
+
+
+if __name__ == "__main__":
+    main()
