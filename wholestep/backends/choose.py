@@ -1,4 +1,4 @@
-"""Who runs each region: ways that providers offer are built, compared with ATen's result, timed, and the best kept.
+"""Who runs each region: ways that providers offer are built, compared with ATen's ops, timed, and the best kept.
 
 Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
 that take long, and longer than memory lets them. While one region is measured, kernels of others are compiled. A way
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,9 @@ from ..errors import WholestepError
 from ..ir.core import Value
 from ..machine.description import find_description
 from ..transforms.regions import form_of
-from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op
+from . import compare
+from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
+from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
 from .store import Choice, Objects, Store, Timed, digest, fingerprint
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
@@ -290,8 +293,12 @@ class Choices:
 
     @property
     def versions(self) -> dict[str, str]:
-        """What the code of each provider is now."""
-        return {p.name: p.version for p in self.providers}
+        """What the code of each provider is now, and that of what decides who is right."""
+        return {p.name: p.version for p in self.providers} | {"(compare)": self.comparison}
+
+    @cached_property
+    def comparison(self) -> str:
+        return version_of([Path(compare.__file__)])
 
     def store_key(self, region: str) -> str:
         return f"{region} {'+'.join(p.name for p in self.providers)}"
@@ -351,7 +358,7 @@ class Choices:
 
     @torch.no_grad()
     def compare(self, contest: Contest, usable: Sequence[Way]) -> None:
-        """Times every way whose result is ATen's; ATen itself last, so that it is not timed long where it is slow."""
+        """Times every way whose result is right; ATen itself last, so that it is not timed long where it is slow."""
         region, timed = contest.region, contest.timed
         contest.waiting = []
         reference = op_by_op(region)
@@ -367,7 +374,8 @@ class Choices:
             inputs = neutral_inputs(region, True)
             wanted = reference(*inputs)
         low = rounds(region)
-        turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else 0.001
+        turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else TURNED
+        exact = Exact(region, inputs, wanted)
         for provider, offer, run in usable:
             outputs = [spoilt(empty(s, self.device), w) for s, w in zip(region.results, wanted, strict=True)]
             scratch = [empty(s, self.device) for s in offer.scratch]
@@ -377,6 +385,7 @@ class Choices:
                 run(*tensors)
                 self.wait()
                 why = difference(outputs, wanted, low, turned)
+                why = exact.judge(outputs, why, turned) if why and low else why
                 seconds = 0.0 if why else self.time(lambda: run(*tensors), best)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
@@ -597,13 +606,6 @@ def empty(spec: object, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)  # type: ignore[attr-defined]
 
 
-def spoilt(tensor: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Memory for a result, with something in it that is wrong everywhere."""
-    if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
-    return tensor.copy_(wanted == 0)
-
-
 #: ops that hand on the integers they are given
 HAND_ON = ("step.cast", "step.select", "step.concat", "step.pad", "step.slice_grad")
 
@@ -636,55 +638,6 @@ def is_product(region: Region) -> bool:
 
 def listed(value: Any) -> list[Value]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def rounds(region: Region) -> bool:
-    """Whether ATen rounds something to 16 bits on the way."""
-    values = [v for op in region.ops for v in (*op.operands, *op.results)]
-    return any(v.type.element.kind == "float" and v.type.element.bits < 32 for v in values)
-
-
-#: the share of windows in which two elements may be equal once they are rounded to 16 bits
-TIED = 0.05
-
-
-def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], low: bool, turned: float = 0.001) -> str:
-    """Empty where results agree as far as rounding lets them (`low`: to 16 bits), else what is wrong.
-
-    turned: the share of whole numbers that may differ, because a comparison falls otherwise where rounding decides.
-    """
-    for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
-        if x.shape != y.shape:
-            return f"result {number} has another shape"
-        if not x.is_floating_point():
-            wrong = int((x != y).sum())
-            if wrong > int(x.numel() * turned):
-                return f"wrong: {wrong:,} elements of result {number} differ"
-            continue
-        good = y.isfinite()
-        if not torch.equal(x.isfinite(), good):
-            return f"wrong: result {number} is finite at other places"
-        if not bool(good.all()):  # (picking elements out takes long)
-            if not torch.equal(x[~good].nan_to_num(0.0), y[~good].nan_to_num(0.0)):
-                return f"wrong: result {number} has other infinities"
-            x, y = x[good], y[good]
-        if not x.numel():
-            continue
-        b = y.float()
-        apart = (x.float() - b).abs_()
-        b = b.abs_() if b is not y else b.abs()
-        # rounding may turn a comparison, and what hangs on it, around: at few places
-        off = (apart > (0.1 if low else 2e-3) * (b.max() + 1e-12)).sum(dtype=torch.float64)
-        numbers = torch.stack([off, *(t.double() for t in (apart.mean(), apart.max(), b.mean(), b.max()))])
-        wrong_at, mean, most, typical, scale = numbers.tolist()  # (waits for the device once)
-        if wrong_at > (2e-3 if low else 1e-4) * x.numel() or mean > (0.02 if low else 1e-3) * (typical + 1e-12):
-            return f"wrong: result {number} is off by up to {most:.3g}, and the largest is {scale:.3g}"
-    return ""
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
 
 
 def choices_for(

@@ -10,10 +10,10 @@ What counts is bytes: those that are kept, and those that computing again moves 
   be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`),
   unless the product waits for memory and can compute it while it reads (`tall_products.py`).
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
-  bytes of all joined operands but the largest, and kept tensors of at most `joined` times its own bytes are read for
-  it. So sums of a residual stream are kept. (With `joins` at 0.5 every other one is, and less memory is
-  needed; but a relu's mask then comes from a sum that was never rounded, some 0.2 % of its elements differ from ATen's,
-  and sums over all of them with random signs differ too much for the comparison in `backends/choose.py`.)
+  bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
+  other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
+  of backward then read two tensors for one. Through two sums they would read three, and be split where that is too
+  much for one: more bytes move then, and less memory is saved.
 - A value is computed again by at most `ops` ops, from kept tensors of at most `reads` times its own bytes. Where the
   cut goes beyond that, the first value that does counts as one that forward alone can make, and it is cut again.
 """
@@ -43,6 +43,8 @@ from .tall_products import is_tall
 
 NORMALISATIONS = (LayerNorm, RmsNorm, GroupNorm, BatchNorm)
 MOVES = (Shape, SliceUpdate, Concat)
+#: an op joins tensors where it reads so much more than the largest, in bytes of what it makes
+JOIN = 0.25
 
 
 @register_transformation
@@ -73,8 +75,8 @@ class Limits:
 
     ops: int = 30
     reads: float = 4.0
-    joins: float = 1.0
-    joined: float = 2.25
+    joins: float = 0.5
+    joined: int = 1
     writes: float = 0.25
     rewrites: float = 0.5
     least: int = 4096  # values of fewer bytes are kept for nothing
@@ -236,7 +238,7 @@ def minimum(values: Values) -> list[Op]:
         for source in made_of:
             network.add(number[source] + 1, node, UNBOUNDED)
         network.add(start, node, values.cost_again(value, surplus))
-        if surplus:
+        if surplus >= JOIN * bytes_of(value):
             joins.add(value)
     for value in wanted:
         network.add(number[value] + 1, end, UNBOUNDED)
@@ -293,7 +295,7 @@ def beyond_limits(
     limits: Limits,
     joins: set[Value],
 ) -> list[Value]:
-    """The first values on each way that take too many ops or read too much; what follows starts anew from them."""
+    """The first values on each way that take too many ops or joins, or read too much; what follows starts anew."""
     beyond: list[Value] = []
     leaves: dict[Value, set[Value]] = {v: {v} for v in kept}
     cones: dict[Value, set[Value]] = {}
@@ -306,8 +308,8 @@ def beyond_limits(
             continue
         cones[value].add(value)
         read = sum(map(bytes_of, leaves[value]))
-        most = limits.joined if value in joins else limits.reads
-        if len(cones[value]) > limits.ops or read > most * bytes_of(value):
+        long = len(cones[value]) > limits.ops or len(cones[value] & joins) > limits.joined
+        if long or read > limits.reads * bytes_of(value):
             beyond.append(value)
             leaves[value], cones[value] = {value}, set()
     return beyond
