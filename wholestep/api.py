@@ -22,13 +22,12 @@ from .capture.structure import flatten
 from .dialects.strides import is_dense
 from .errors import InputError
 from .ir.collector import collector_paused
-from .ir.core import Op
 from .ir.passes import run_pipeline
 from .ir.types import F16
 from .ir.verify import verify as verify_ir
 from .options import Options, Scaling
-from .plan.plan import Plan
 from .plan.planner import Planned, planned_function
+from .runtime import library_memory
 from .runtime.batches import first_micro_batch, flattened
 from .runtime.fusions import parts_of
 from .runtime.replay import build_ahead
@@ -45,6 +44,7 @@ from .transforms import (  # noqa: F401  (they register)
     casts,
     chunked_loss,
     direct,
+    grouped_attention,
     kept,
     layout,
     masks,
@@ -209,6 +209,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=not_fused(options.forbid),
         levels=range(1, options.level + 1),
     )
+    if options.level >= 2 and not options.recipe:
+        recipe += grouped_attention.take_where_kernels_allow(program.module, device, not_fused(options.forbid))
     if policy is not do_nothing and not options.recipe:
         # op by op it would write logits in f32; under a budget the loss may go in chunks
         wide = ("wide_loss",) if fuses and options.memory_budget is None else ()
@@ -221,10 +223,10 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
         numbers, strides = host_numbers(program, step.optimizer), argument_strides(program, step, batch)
-        choices, wishes = choices_of(step, device), Wishes.among(options.recipe, options.force, options.forbid)
 
-        def judge(function: Op) -> Plan:
-            return planned_function(function, device, numbers, strides, choices=choices, wishes=wishes).plan
+        def note(planned: Planned) -> None:  # what libraries take counts
+            if device.type == "cuda":
+                library_memory.measure(planned, device)
 
         budget, more = fit_budget(
             program.module,
@@ -236,7 +238,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             machine_of(device),
             options.forbid,
             offload=device.type == "cuda" and options.level >= 4,
-            judge=None if choices is None else judge,
+            choices=choices_of(step, device),
+            wishes=Wishes.among(options.recipe, options.force, options.forbid),
+            note=note,
         )
         recipe += more
     optimised_at = clock()

@@ -1,8 +1,8 @@
 """Recompute under a memory budget: which ops of forward run again in backward, so that the step fits, at least cost.
 
 graph (what is decided about), templates (repeated layers), choice (the memory model), program and exact (the integer
-program and its solver), greedy (the baseline), away (values in host memory), fit (the search against the real plan),
-report.
+program and its solver), greedy (the baseline), away (values in host memory), trials (plans of the step), fit (the
+search against the real plan), report.
 """
 
 from .fit import fit_budget

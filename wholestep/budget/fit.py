@@ -1,9 +1,10 @@
 """`fit_budget`: makes a step fit a memory budget by running ops of forward again in backward, as cheaply as it can.
 
-The choice is made on a memory model (choice.py), applied as `recompute` transformations and judged by the real plan.
-Where the plan needs more than the model said, the model's limit is moved by the difference and it chooses again. Where
-that is allowed, values may wait in host memory too (away.py). A loss over a large vocabulary may be taken in chunks:
-the step is fitted with and without that, and the cheaper way is taken.
+The choice is made on a memory model (choice.py) that is read off the plan the step runs by, with kernels fused where
+they are. It is applied as `recompute` transformations (`renormalize` for what fused kernels normalise: statistics are
+kept) and judged by the real plan. Where the plan needs more than the model said, the model's limit is moved by the
+difference and it chooses again. Where that is allowed, values may wait in host memory too (away.py). A loss over a
+large vocabulary may be taken in chunks: the step is fitted with and without that, and the cheaper way is taken.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..dialects.step.control import MicroBatches, root_of
+from ..backends.choose import Choices
+from ..dialects.step.control import MicroBatches
 from ..dialects.strides import Strides
 from ..errors import MemoryBudgetError
 from ..ir.builtin import lookup
 from ..ir.core import Op
 from ..ir.passes import run_pipeline
 from ..machine.description import Description, shipped
-from ..plan import Plan, plan_function
+from ..plan import Plan
+from ..plan.planner import Planned
 from ..transforms.chunked_loss import large_losses
-from ..transforms.expand import expanded
+from ..transforms.fusion_wishes import Wishes
+from ..transforms.kept import NORMALISATIONS, Renormalize
 from ..transforms.opportunity import Opportunity, apply_key, site_names
-from ..transforms.recompute import Recompute, late_results
+from ..transforms.recompute import Recompute
 from ..transforms.regenerate import EARLY
 from .away import Away, fewest_away, send_away
 from .choice import Segments, cut, measure
@@ -34,10 +38,11 @@ from .graph import UNPRICED, graph_of, price
 from .greedy import Greedy
 from .report import BudgetReport, size_text
 from .templates import find_templates
+from .trials import Trials
 from .windows import note_windows
 
 #: how often the plan is asked at most before the leanest choice is taken
-TRIALS = 4
+TRIALS = 6
 #: a choice that leaves less than this share of the activations unused is good enough
 SLACK = 0.02
 
@@ -48,23 +53,18 @@ class Fitter:
 
     module: Op
     function: Op
-    device: torch.device
-    numbers: Sequence[int]
-    strides: Sequence[Strides | None] | None
+    trials: Trials
     segments: Segments
-    views: set[Op]  # ops of forward that run nothing
     solver: Exact | Greedy
-    plans: int = 1  # one before anything was tried
     tried: dict[tuple[frozenset[int], tuple[str, ...]], Plan] = field(default_factory=dict)
 
     def plan(self, again: frozenset[int], away: tuple[str, ...] = ()) -> Plan:
         """The plan of the step where these ops run again and these values wait in host memory, tried on a copy."""
         if (again, away) not in self.tried:
-            self.plans += 1
             copy = self.changed(again)
             send_away(copy, away)
             function = lookup(copy, self.function.attributes["sym_name"])
-            self.tried[again, away] = plan_function(function, self.device, self.numbers, strides=self.strides)[0]
+            self.tried[again, away] = self.trials.planned(function).plan
         return self.tried[again, away]
 
     def changed(self, again: frozenset[int]) -> Op:
@@ -78,46 +78,52 @@ class Fitter:
         return self.plan(again).peak
 
     def apply(self, module: Op, again: frozenset[int]) -> list[str]:
-        """Makes ops run again, consumers before their producers; the recipe of it."""
+        """Makes kernels run again, all their ops that backward then reads from; the recipe of it."""
         mine = forward_function(self.module, self.function).regions[0].block
         function = forward_function(module, lookup(module, self.function.attributes["sym_name"]))
         same = dict(zip(mine, function.regions[0].block, strict=True))
-        copied = {same[op] for n in again if (op := self.segments.graph.nodes[n].op) is not None}
-        for old, op in same.items():  # views of what runs again are made again too
-            if old in self.views and any(v.op in copied for v in op.operands):
+        nodes = self.segments.graph.nodes
+        copied = {same[op] for n in again for op in nodes[n].ops}
+        decided = {same[op] for node in nodes for op in node.ops}
+        for op in same.values():  # views of what runs again are made again too
+            if op.phase in EARLY and op not in decided and any(v.op in copied for v in op.operands):
                 copied.add(op)
         names = site_names(module)
         recipe = []
-        recompute = Recompute()
-        for op in reversed(list(same.values())):
-            if op in copied and late_results(op):
-                recipe.append(f"{Recompute.name} {names[op]}")
-                recompute.apply(op)
+        for op in reversed(list(same.values())):  # consumers come before their producers
+            how = way_of(op, self.trials.fuses)
+            if op in copied and how.late(op):
+                recipe.append(f"{how.name} {names[op]}")
+                how.apply(op)
         return recipe
 
     def search(self, budget: int, before: Plan) -> Solved | None:
-        """The cheapest choice whose plan fits, by moving the model's limit; None where none was met."""
-        limit = budget - (before.peak - measure(self.segments, ()).memory)
+        """The cheapest choice that was met whose plan fits, by moving the model's limit; None where none was met."""
+        whole = measure(self.segments, ()).memory
+        limit, step = budget - (before.peak - whole), 0
         enough = SLACK * before.arena
-        good: int | None = None  # limits whose choice fits the plan, and that do not
-        bad: int | None = None
-        best: Solved | None = None
-        seen: set[frozenset[int]] = set()
+        good, bad = 0, whole  # limits whose choice fits the plan, and that do not
+        fitting: list[Solved] = []
         for _ in range(TRIALS):
             solved = self.solver.cheapest(limit) if limit > 0 else None
-            if solved is None or solved.choice.again in seen:
+            if solved is None and fitting:
                 break
-            seen.add(solved.choice.again)
+            last = solved is None  # the least that the model knows of
+            solved = solved or self.solver.leanest()
             left = budget - self.peak(solved.choice.again)
             if left >= 0:
-                best, good = solved, limit
-                if left <= enough or (bad is not None and bad - limit <= enough):
+                fitting.append(solved)
+                good = solved.choice.memory if last else limit
+                if left <= enough or bad - good <= enough:
                     break
-                limit = limit + left if bad is None else min(limit + left, (limit + bad) // 2)
+                limit = min(good + left, (good + bad) // 2)
+            elif last:
+                break
             else:
                 bad = limit
-                limit = limit + left if good is None else max(limit + left, (limit + good) // 2)
-        return best
+                step = max(-left, 2 * step)  # a plan may gain late: ever more is asked of it
+                limit = max(limit + left, (bad + good) // 2) if fitting else limit - step
+        return min(fitting, key=lambda s: s.choice.seconds, default=None)
 
     def leanest(self, before: Plan) -> list[Solved]:
         """Choices that need nearly as little as any can, by the model and by the plan, whatever the budget is."""
@@ -133,9 +139,7 @@ class Fitter:
 class Setting:
     """What a step is to fit into, and by which means."""
 
-    device: torch.device
-    numbers: Sequence[int]
-    strides: Sequence[Strides | None] | None
+    trials: Trials
     allowed: int
     machine: Description
     forbidden: Sequence[str]
@@ -173,7 +177,7 @@ class Fit:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step, op by op."""
+        """The plan of the step."""
         again: frozenset[int] = frozenset() if self.solved is None else self.solved.choice.again
         return self.fitter.plan(again, self.away.recipe)
 
@@ -199,154 +203,145 @@ def fit_budget(
     machine: Description | None,
     forbidden: Sequence[str] = (),
     offload: bool = False,
-    judge: Callable[[Op], Plan] | None = None,
+    choices: Choices | None = None,
+    wishes: Wishes | None = None,
+    note: Callable[[Planned], None] | None = None,
 ) -> tuple[BudgetReport, list[str]]:
     """Changes the program so that its plan needs no more than the budget; the report, and the recipe of what was done.
 
     budget: bytes, or as a float a share of the peak without it. offload: values may also wait in host memory: where
     that is hidden behind the step's work or cheaper than running ops again, and where running again is not enough.
-    judge: the plan that a function will really run by, where that is not the one op by op: kernels that are fused need
-    less. What to run again is chosen op by op, for a budget that is larger as the plans are, and that plan has the last
-    word. MemoryBudgetError where no choice fits; the program is as it was then.
+    choices, wishes: who runs regions and what a user asks of fusion, as for the plan that the step will run by. note:
+    writes down in a plan what libraries take beside it, which counts. MemoryBudgetError where no choice fits; the
+    program is as it was then.
     """
-    device = torch.device(device)
-    machine = priced(machine, device)
-    before, form = plan_function(function, device, numbers, strides=strides)
-    whole = before if judge is None else judge(function)
-    allowed = int(budget * whole.peak) if isinstance(budget, float) else budget
-    if whole.peak <= allowed:
-        return BudgetReport(allowed, whole.peak, whole.peak, whole.peak - whole.arena, machine.name), []
-    setting = Setting(device, numbers, strides, allowed * before.peak // whole.peak, machine, forbidden, offload)
-
-    def tried(setting: Setting) -> tuple[Fit, Plan]:
-        fit = cheapest(module, function, before, form, setting)
-        if judge is None:
-            return fit, fit.plan
-        copy = module.clone()
-        fit.apply(copy)
-        return fit, judge(lookup(copy, function.attributes["sym_name"]))
-
-    fit, plan = tried(setting)
-    for trial in range(TRIALS):  # what a plan op by op gains the fused one may not: more is asked of it, and more
-        if plan.peak <= allowed or not fit.fits:
-            break
-        less = min(setting.allowed * allowed // plan.peak, setting.allowed * (50 - 2**trial) // 50)
-        setting = replace(setting, allowed=less if trial + 1 < TRIALS else 0)  # 0: the leanest
-        fit, plan = tried(setting)
-    if plan.peak > allowed:
-        raise MemoryBudgetError(impossible(plan, allowed))
-    report = describe(fit, allowed, whole, plan, machine)
-    if judge is not None:
-        report = replace(report, op_by_op=(before.peak, fit.plan.peak))
-    return report, fit.apply(module)
+    trials = Trials(torch.device(device), numbers, strides, choices, wishes, note)
+    machine = priced(machine, trials.device)
+    before = trials.planned(function, marked=True)
+    plan = before.plan if wishes is None or wishes == Wishes() else trials.planned(function).plan
+    allowed = int(budget * plan.peak) if isinstance(budget, float) else budget
+    if plan.peak <= allowed:
+        return BudgetReport(allowed, plan.peak, plan.peak, plan.peak - plan.arena, machine.name), []
+    fit = cheapest(module, function, before, Setting(trials, allowed, machine, forbidden, offload))
+    if not fit.fits:
+        raise MemoryBudgetError(impossible(fit.plan, allowed))
+    return describe(fit, allowed, plan, fit.plan, machine), fit.apply(module)
 
 
-def cheapest(module: Op, function: Op, before: Plan, form: Op, setting: Setting) -> Fit:
+def cheapest(module: Op, function: Op, before: Planned, setting: Setting) -> Fit:
     """The cheapest way to fit, with losses in chunks or without; the leanest where none fits."""
-    found = [fitted(module, function, before, form, setting)]
+    start = Start.of(module, function, before, setting)
+    ways = [start]
+    plain = fitted(start, setting)
+    found = [plain]
     chunked = [c for c in large_losses(module) if not is_forbidden(c[0].key, setting.forbidden)]
     if chunked:
-        seconds = work_seconds(module, function, before, form, setting.machine, setting.device)
-        found.append(fitted_in_chunks(module, function, chunked, seconds, setting))
-    fitting = [fit for fit in found if fit.fits]
-    return min(fitting, key=lambda f: f.seconds) if fitting else min(found, key=lambda f: f.plan.peak)
+        ways.append(in_chunks(start, chunked, setting))
+        if plain is None or ways[1].chunked.seconds < plain.seconds:
+            found.append(fitted(ways[1], setting))
+    fitting = [fit for fit in found if fit is not None]
+    if not fitting:
+        fitting = [leanest(way, setting) for way in ways]
+        fitting = [fit for fit in fitting if fit.fits] or [min(fitting, key=lambda f: f.plan.peak)]
+    return min(fitting, key=lambda f: f.seconds)
 
 
-def fitted_in_chunks(
-    module: Op, function: Op, found: Sequence[tuple[Opportunity, int, str]], seconds: float, setting: Setting
-) -> Fit:
-    """The cheapest way that takes these losses in chunks. seconds: predicted for the step without that."""
-    copy = module.clone()
-    recipe = tuple(apply_key(copy, opportunity.key) for opportunity, _, _ in found)
-    run_pipeline(copy, "dce")
-    function = lookup(copy, function.attributes["sym_name"])
-    before, form = plan_function(function, setting.device, setting.numbers, strides=setting.strides)
-    more = work_seconds(copy, function, before, form, setting.machine, setting.device) - seconds
-    size = -sum(opportunity.change.saved for opportunity, _, _ in found)
-    where = tuple((layer, count) for _, count, layer in found)
-    return fitted(copy, function, before, form, setting, Chunked(recipe, size, max(0.0, more), where))
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A step before anything runs again: how it is planned, and what can be decided about it."""
 
+    fitter: Fitter
+    planned: Planned
+    chunked: Chunked = NOT_CHUNKED
 
-def fitted(module: Op, function: Op, before: Plan, form: Op, setting: Setting, chunked: Chunked = NOT_CHUNKED) -> Fit:
-    """The cheapest way to make a step fit by running ops again or sending values away; the leanest where none does.
+    @classmethod
+    def of(cls, module: Op, function: Op, planned: Planned, setting: Setting, chunked: Chunked = NOT_CHUNKED) -> Start:
+        """planned: with marks."""
+        segments = segments_of(module, function, planned, setting)
+        solver = Exact(segments) if is_installed() else Greedy(segments)
+        fitter = Fitter(module, function, setting.trials, segments, solver)
+        fitter.tried[frozenset(), ()] = planned.plan
+        return cls(fitter, planned, chunked)
 
-    before, form: the plan of the step as it is, and the planned function.
-    """
-    device, allowed, machine, forbidden = setting.device, setting.allowed, setting.machine, setting.forbidden
-    segments, views = segments_of(module, function, before, form, machine, device, forbidden)
-    solver = Exact(segments) if is_installed() else Greedy(segments)
-    fitter = Fitter(module, function, device, setting.numbers, setting.strides, segments, views, solver)
-    fitter.tried[frozenset(), ()] = before
-    if before.peak <= allowed:
-        return Fit(fitter, None, Away(), chunked)
-    seconds = work_seconds(module, function, before, form, machine, device) if setting.offload else 0.0
-
-    def away_with(again: frozenset[int]) -> Away | None:
+    def away_with(self, again: frozenset[int], setting: Setting) -> Away | None:
+        """The fewest values that wait in host memory so that the step fits where these ops run again."""
         if not setting.offload:
             return None
+        fitter, seconds = self.fitter, work_seconds(self.planned, setting.machine)
+        module, allowed = fitter.changed(again), setting.allowed
         return fewest_away(
-            fitter.changed(again), lambda keys: fitter.plan(again, keys), allowed, forbidden, machine, seconds
+            module, lambda keys: fitter.plan(again, keys), allowed, setting.forbidden, setting.machine, seconds
         )
 
-    away = away_with(frozenset())
-    solved: Solved | None = None
-    if away is None or away.extra_seconds > 0:
-        solved = fitter.search(allowed, before)
-        lean = fitter.leanest(before) if solved is None else []
-        fitting = [s for s in lean if fitter.peak(s.choice.again) <= allowed]
-        if fitting:
-            solved = min(fitting, key=lambda s: s.choice.seconds)
-        if away is None and solved is None:  # neither is enough alone
-            solved = min(lean, key=lambda s: fitter.peak(s.choice.again))
-            away = away_with(solved.choice.again)
-            if away is None:
-                return Fit(fitter, solved, Away(), chunked, fits=False)
-        elif solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
-            away = None
-        else:
-            solved = None
-    return Fit(fitter, solved, Away() if away is None else away, chunked)
+
+def in_chunks(start: Start, found: Sequence[tuple[Opportunity, int, str]], setting: Setting) -> Start:
+    """The step where these losses are taken in chunks."""
+    copy = start.fitter.module.clone()
+    recipe = tuple(apply_key(copy, opportunity.key) for opportunity, _, _ in found)
+    run_pipeline(copy, "dce")
+    function = lookup(copy, start.fitter.function.attributes["sym_name"])
+    planned = setting.trials.planned(function, marked=True)
+    more = work_seconds(planned, setting.machine) - work_seconds(start.planned, setting.machine)
+    size = -sum(opportunity.change.saved for opportunity, _, _ in found)
+    where = tuple((layer, count) for _, count, layer in found)
+    return Start.of(copy, function, planned, setting, Chunked(recipe, size, max(0.0, more), where))
 
 
-def segments_of(
-    module: Op,
-    function: Op,
-    plan: Plan,
-    form: Op,
-    machine: Description,
-    device: torch.device,
-    forbidden: Sequence[str] = (),
-) -> tuple[Segments, set[Op]]:
-    """What can be decided about a step, with the memory that its plan needs beside; and the views of forward.
+def fitted(start: Start, setting: Setting) -> Fit | None:
+    """The cheapest way to make a step fit by running ops again or sending values away; None where none is met."""
+    fitter, before = start.fitter, start.planned.plan
+    if before.peak <= setting.allowed:
+        return Fit(fitter, None, Away(), start.chunked)
+    away = start.away_with(frozenset(), setting)
+    if away is not None and away.extra_seconds == 0:
+        return Fit(fitter, None, away, start.chunked)
+    solved = fitter.search(setting.allowed, before)
+    if solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
+        return Fit(fitter, solved, Away(), start.chunked)
+    return None if away is None else Fit(fitter, None, away, start.chunked)
 
-    form: the planned function.
-    """
-    forward, inner, form = forward_plan(module, function, plan, form, device)
-    names, sites = site_names(module), site_names(root_of(form))
-    program = {names[op]: op for op in forward.regions[0].block if op in names}
-    planned = list(form.regions[0].block)
-    originals = {n: program[sites[op]] for n, op in enumerate(planned) if sites.get(op) in program}
-    graph = graph_of(inner, planned, originals, machine)
+
+def leanest(start: Start, setting: Setting) -> Fit:
+    """What needs next to no memory, whether it fits or not; with values sent away where it does not."""
+    fitter = start.fitter
+    lean = fitter.leanest(start.planned.plan)
+    fitting = [s for s in lean if fitter.peak(s.choice.again) <= setting.allowed]
+    if fitting:
+        return Fit(fitter, min(fitting, key=lambda s: s.choice.seconds), Away(), start.chunked)
+    solved = min(lean, key=lambda s: fitter.peak(s.choice.again))
+    away = start.away_with(solved.choice.again, setting)  # neither is enough alone
+    return Fit(fitter, solved, Away() if away is None else away, start.chunked, fits=away is not None)
+
+
+def segments_of(module: Op, function: Op, planned: Planned, setting: Setting) -> Segments:
+    """What can be decided about a step, with the memory that its plan needs beside. planned: with marks."""
+    forward, inner = forward_function(module, function), inner_plan(planned)
+    names, fuses = site_names(module), setting.trials.fuses
+    graph = graph_of(inner, list(forward.regions[0].block), setting.machine)
     for node in graph.nodes:
-        if node.op is not None and is_forbidden(f"{Recompute.name} {names[node.op]}", forbidden):
+        keys = [f"{way_of(op, fuses).name} {names[op]}" for op in node.ops]
+        if any(is_forbidden(key, setting.forbidden) for key in keys):
             node.again = False
     segments = cut(graph, find_templates(graph))
-    note_windows(segments, inner, plan.peak - inner.arena)
-    views = {op for op in originals.values() if is_early(op)} - {node.op for node in graph.nodes}
-    return segments, views
+    note_windows(segments, inner.plan, planned.plan.peak - inner.plan.arena)
+    return segments
 
 
-def forward_plan(module: Op, function: Op, plan: Plan, form: Op, device: torch.device) -> tuple[Op, Plan, Op]:
-    """The function that forward and backward are in, its plan, and its planned form."""
-    forward = forward_function(module, function)
-    return (function, plan, form) if forward is function else (forward, plan.bodies[0], expanded(forward, device))
+def inner_plan(planned: Planned) -> Planned:
+    """The plan that forward and backward are in: the step's own, or that of its micro-batches."""
+    return planned.bodies[0] if planned.bodies else planned
 
 
-def work_seconds(module: Op, function: Op, plan: Plan, form: Op, machine: Description, device: torch.device) -> float:
+def way_of(op: Op, fuses: bool) -> Recompute:
+    """How an op runs again."""
+    return Renormalize() if fuses and op.definition in NORMALISATIONS else Recompute()
+
+
+def work_seconds(planned: Planned, machine: Description) -> float:
     """Predicted seconds of all launches of forward and backward, of one micro-batch where there are several."""
-    _, inner, form = forward_plan(module, function, plan, form, device)
-    launches = [x for x in inner.launches if x.op >= 0 and x.reads and x.provider not in UNPRICED]
-    return sum(price(launches, list(form.regions[0].block), inner, machine))
+    inner = inner_plan(planned)
+    launches = [x for x in inner.plan.launches if x.op >= 0 and x.reads and x.provider not in UNPRICED]
+    return sum(price(launches, list(inner.function.regions[0].block), inner.plan, machine))
 
 
 def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Description) -> BudgetReport:
@@ -357,7 +352,7 @@ def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Descript
         after.peak,
         before.peak - before.arena,
         machine.name,
-        plans=fitter.plans,
+        plans=fitter.trials.count,
         offloaded=len(away.recipe),
         offloaded_bytes=away.bytes,
         link_seconds=away.link_seconds,
@@ -442,10 +437,6 @@ def priced(machine: Description | None, device: torch.device) -> Description:
         return machine
     other = next(d for _, d in shipped() if d.kind == device.type and d.gemm)
     return replace(other, name=f"{other.name} (this machine is not described)")
-
-
-def is_early(op: Op) -> bool:
-    return op.phase in EARLY
 
 
 def is_forbidden(key: str, patterns: Sequence[str]) -> bool:

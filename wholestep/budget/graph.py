@@ -1,27 +1,37 @@
-"""What a memory budget decides about: ops of forward, the memory each makes and reads, what running it again costs.
+"""What a memory budget decides about: kernels of forward, the memory each makes and reads, what running it again costs.
 
 Read off a plan of the step, where views and casts that a kernel does on the way have gone. Every memory that backward
-reads is kept from forward, or its op runs again in backward.
+reads is kept from forward, or its kernel runs again in backward. A fused kernel whose readers are fused too runs inside
+of those: that costs what it reads beyond what they would have read, and nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..cost.ledger import Kernel, Ledger, Move
 from ..cost.roofline import roofline
 from ..dialects.step import StepOp
+from ..dialects.step.control import root_of
+from ..dialects.step.fused import Fused
+from ..ir.builtin import lookup
 from ..ir.core import Op
+from ..ir.hashing import structural_hash
 from ..machine.description import Description
 from ..plan import Plan
 from ..plan.plan import Launch, aligned
+from ..plan.planner import Planned
 from ..transforms.regenerate import EARLY
+from ..transforms.regions import ANCHORS
+from .trials import origins
 
 #: seconds that running any op again costs at least, so that no op runs again for nothing
 LEAST_SECONDS = 1e-9
 #: launches that no op running again would repeat: numbers of the host, copies beside the kernels
 UNPRICED = ("host", "copy", "wait")
+#: attributes that differ from layer to layer without a difference in cost
+IGNORED = ("phase", "stream")
 #: ops that read no more of their first operand than they give
 LOOK_UPS = ("step.embedding", "step.gather", "step.index")
 
@@ -39,7 +49,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Node:
-    """One op of forward: what it costs to run it again, the memories it makes and those it reads."""
+    """One kernel of forward: what it costs to run it again, the memories it makes and those it reads."""
 
     seconds: float
     makes: tuple[int, ...] = ()
@@ -49,32 +59,34 @@ class Node:
     #: how it looks, for finding repeated layers; equal for equal ops
     looks: str = ""
     layer: str = ""
-    op: Op | None = None
+    #: the program's ops that it does
+    ops: tuple[Op, ...] = ()
 
 
 @dataclass(slots=True)
 class Graph:
-    """The ops of forward in program order."""
+    """The kernels of forward in program order."""
 
     nodes: list[Node] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
 
     def add(self, node: Node, made: Sequence[Memory]) -> None:
-        """Adds an op with what it makes."""
+        """Adds a kernel with what it makes."""
         first = len(self.memories)
         node.makes = tuple(range(first, first + len(made)))
         self.memories += made
         self.nodes.append(node)
 
     def late_bytes(self, node: int) -> int:
-        """Bytes that are kept for backward where the op does not run again."""
+        """Bytes that are kept for backward where the kernel does not run again."""
         found = [self.memories[m] for m in self.nodes[node].makes]
         return sum(m.bytes for m in found if m.late and not m.fixed)
 
 
-def graph_of(plan: Plan, planned: Sequence[Op], originals: Mapping[int, Op], machine: Description) -> Graph:
-    """The graph of a planned function. planned: its ops by number. originals: the program's ops by the same numbers."""
-    late: set[int] = set()
+def graph_of(planned: Planned, program: Sequence[Op], machine: Description) -> Graph:
+    """The graph of a planned function. planned: with marks (`trials.py`). program: the ops that the marks number."""
+    plan, ops, marks = planned.plan, list(planned.function.regions[0].block), origins(planned)
+    late: dict[int, bool] = {}  # memory that backward reads, and whether fused kernels alone do
     fixed = {owner(plan, r.buffer) for r in plan.results}
     for launch in plan.launches:
         if launch.provider == "wait":
@@ -82,28 +94,45 @@ def graph_of(plan: Plan, planned: Sequence[Op], originals: Mapping[int, Op], mac
         if launch.op < 0:  # a copy into place of what the step gives back
             fixed.update(owner(plan, b) for b in launch.reads)
         elif launch.phase not in EARLY:
-            late.update(owner(plan, b) for b in launch.reads)
+            for number in {owner(plan, b) for b in launch.reads}:
+                late[number] = late.get(number, True) and ops[launch.op].definition is Fused
     launches = [x for x in plan.launches if x.op >= 0 and x.phase in EARLY and x.reads and x.provider not in UNPRICED]
     launches.sort(key=lambda launch: launch.op)
+    inside = [goes_inside(launch, ops[launch.op], late) for launch in launches]
     graph = Graph()
-    number: dict[int, int] = {}  # of the memory that a buffer is
-    for launch, seconds in zip(launches, price(launches, planned, plan, machine), strict=True):
-        op = originals.get(launch.op)
-        node = Node(seconds, layer=launch.layer, op=op)
-        node.reads = tuple(dict.fromkeys(number[o] for b in launch.reads if (o := owner(plan, b)) in number))
-        node.again = op is not None and op.definition.pure and issubclass(op.definition, StepOp)
+    number_of: dict[int, int] = {}  # of the memory that a buffer is
+    for launch, seconds in zip(launches, price(launches, ops, plan, machine, inside), strict=True):
+        op = ops[launch.op]
+        done = tuple([program[n] for n in marks[launch.op]])
+        if op.definition is not Fused and [o.name for o in done] != [op.name]:
+            done = ()  # a part of some op
+        node = Node(seconds, ops=done, looks=structural_hash(op, IGNORED), layer=done[0].loc.layer if done else "")
+        node.reads = tuple(dict.fromkeys(number_of[o] for b in launch.reads if (o := owner(plan, b)) in number_of))
+        node.again = bool(done) and all(o.definition.pure and issubclass(o.definition, StepOp) for o in done)
         used = [b for b in launch.writes if b >= 0]
         sizes = [aligned(plan.buffers[b].type.bytes, plan.alignment) for b in used]
         graph.add(
             node,
             [Memory(len(graph.nodes), size, b in late, b in fixed, b) for b, size in zip(used, sizes, strict=True)],
         )
-        number.update(zip(used, node.makes, strict=True))
+        number_of.update(zip(used, node.makes, strict=True))
     read = {m for node in graph.nodes for m in node.reads}
     for index, memory in enumerate(graph.memories):
         if memory.fixed and (memory.late or index in read):  # it is there anyway: nobody should read another
             graph.nodes[memory.node].again = False
     return graph
+
+
+def goes_inside(launch: Launch, op: Op, late: dict[int, bool]) -> bool:
+    """Whether a kernel that runs again does so inside of its readers."""
+    if op.definition is not Fused or has_anchor(op):
+        return False
+    return all(late.get(b, True) for b in launch.writes)
+
+
+def has_anchor(op: Op) -> bool:
+    """Whether a fused kernel has a product, a convolution or attention inside."""
+    return any(inner.name in ANCHORS for inner in lookup(root_of(op), op.callee).regions[0].block)
 
 
 def owner(plan: Plan, number: int) -> int:
@@ -112,19 +141,22 @@ def owner(plan: Plan, number: int) -> int:
     return buffer.of if buffer.share == "view" else number
 
 
-def price(launches: Sequence[Launch], planned: Sequence[Op], plan: Plan, machine: Description) -> list[float]:
-    """Seconds that running each launch again takes at the machine's limits."""
+def price(
+    launches: Sequence[Launch], ops: Sequence[Op], plan: Plan, machine: Description, inside: Sequence[bool] = ()
+) -> list[float]:
+    """Seconds that each launch takes at the machine's limits; for those inside of their readers, what it adds there."""
     kernels = []
-    for launch in launches:
-        op = planned[launch.op]
+    for launch, free in zip(launches, inside or [False] * len(launches), strict=True):
+        op = ops[launch.op]
         made = sum(plan.buffers[b].type.bytes for b in launch.writes if b >= 0)
         sizes = [plan.buffers[b].type.bytes for b in dict.fromkeys(launch.reads)]
         if op.name in LOOK_UPS:
             sizes[0] = min(sizes[0], made)
-        kernel = Kernel(op.name, op.phase, op.loc, moves=[Move(0, False, sum(sizes) + made, "")])
-        if issubclass(op.definition, StepOp):
+        moved = max(0, sum(sizes) - made) if free else sum(sizes) + made
+        kernel = Kernel(op.name, op.phase, op.loc, launches=0 if free else 1, moves=[Move(0, False, moved, "")])
+        if issubclass(op.definition, StepOp) and not free:
             kernel.flops = op.definition.flops(op)
-            kernel.matrix = op.definition.precision == "low"
+            kernel.matrix = has_anchor(op) if op.definition is Fused else op.definition.precision == "low"
         element = plan.buffers[launch.reads[0]].type.element.text
         kernel.element = element if element in machine.gemm else slowest(machine, element)
         kernels.append(kernel)

@@ -41,8 +41,6 @@ class BudgetReport:
     chunked: tuple[tuple[str, int], ...] = ()
     chunked_bytes: int = 0
     chunked_seconds: float = 0.0
-    #: the peaks before and after if nothing were fused; None where nothing is, or nothing had to be done
-    op_by_op: tuple[int, int] | None = None
 
     @property
     def gap(self) -> float:
@@ -59,9 +57,6 @@ class BudgetReport:
         if not self.recomputed and not self.offloaded and not self.chunked:
             return f"{first}; it fits without running anything again"
         lines = [f"{first} instead of {size_text(self.peak_before)} ({size_text(self.state)} of it state)"]
-        if self.op_by_op is not None:
-            old, new = map(size_text, self.op_by_op)
-            lines.append(f"without fused kernels it would be {new} instead of {old}")
         for layer, count in self.chunked:
             lines.append(f"{layer or 'the last linear layer'} and its loss take their tokens in {count} chunks")
         if self.chunked:

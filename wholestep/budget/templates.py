@@ -5,7 +5,6 @@ What does not repeat is cut into pieces, templates of one instance.
 
 from __future__ import annotations
 
-from ..ir.hashing import structural_hash
 from ..plan.templates import Template, find_repeats
 from .graph import Graph
 
@@ -13,15 +12,10 @@ __all__ = ["Template", "find_templates"]
 
 #: ops in a piece of what does not repeat
 PIECE = 32
-#: attributes that differ from layer to layer without a difference in cost
-IGNORED = ("phase", "stream")
 
 
 def find_templates(graph: Graph) -> list[Template]:
     """Templates that cover all ops, in program order."""
-    for node in graph.nodes:
-        if node.op is not None:
-            node.looks = structural_hash(node.op, IGNORED)
     numbers: dict[tuple[object, ...], int] = {}
     looks = []
     for node in graph.nodes:

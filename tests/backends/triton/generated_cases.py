@@ -87,6 +87,14 @@ def close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=r, atol=max(r, 1e-37) if scale > 1 else 1e-37, equal_nan=True)
 
 
+def test_few_rows_side_by_side_are_for_many_programs():
+    """Rows of 1568 pixels, one per channel, channels last: by 64 they would be for four programs of many steps."""
+    centred = lambda b, x: b.sub(x, b.mean(x, dims=(0, 2, 3), keepdim=True))  # noqa: E731
+    it = case([T(8, 256, 14, 14, e=BF16)], centred, {0: (0, 2, 3, 1), 1: (0, 2, 3, 1)})
+    first = generate.candidates(it.kernel, it.specs(it.tensors()))[0]
+    assert first.functions[0].grid == 32 and first.functions[0].warps == 16
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_kernel(name, built):
     it = STEPS[name]

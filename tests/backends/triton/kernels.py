@@ -96,6 +96,13 @@ def statistics(b, x):
     return b.sum(x, dims=(0, 2, 3)), b.sum(b.mul(x, x), dims=(0, 2, 3))
 
 
+def normal_sum(b, x, mean, rstd, w, c):
+    """Sums of a normalised image with an activation, and a chain that begins with the numbers per channel."""
+    y = b.add(b.mul(b.mul(b.sub(b.cast(x, dtype=F32), mean), rstd), w), c)
+    z = b.mul(b.sub(c, b.mul(b.sub(w, y), rstd)), mean)
+    return b.sum(b.mul(y, b.sigmoid(y)), dims=(0, 2, 3)), b.sum(z, dims=(0, 2, 3))
+
+
 def rms(b, x, w):
     return b.mul(b.mul(x, b.rsqrt(b.add(b.mean(b.mul(x, x), dims=(1,), keepdim=True), 1e-5))), w)
 
@@ -156,7 +163,10 @@ def step_cases() -> dict[str, Case]:
         "transpose": case([T(2, 19, 35)], lambda b, x: b.transpose(b.exp(x), order=(2, 0, 1)), {}, [Tiles(16, 8, 1)]),
         "transpose_bf16": case([T(19, 35, e=BF16)], transposed),
         "channels_last": case([image, T(5)], lambda b, x, y: b.relu(b.add(x, b.reshape(y, shape=(5, 1, 1)))),
-                              {0: CHANNELS_LAST, 2: CHANNELS_LAST}),
+                              {0: CHANNELS_LAST, 2: CHANNELS_LAST}, [Tiles(4, 8, 1), Tiles(4, 4, 1)]),
+        "excited": case([T(3, 6, 4, 2, e=BF16), T(3, 6, 1, 1, e=BF16), T(6, 1, 1, e=BF16)],
+                        lambda b, x, s, w: b.add(b.mul(x, b.sigmoid(s)), w), {0: CHANNELS_LAST, 3: CHANNELS_LAST},
+                        [Tiles(4, 4, 1)]),
         "to_channels_last": case([image], lambda b, x: b.neg(x), {1: CHANNELS_LAST}, [Tiles(4, 8, 1)]),
         "rope": case([T(2, 3, 4, 8), T(4, 8), T(4, 8)], rope),
         "reshape": case([T(6, 8)], lambda b, x: b.reshape(
@@ -175,6 +185,8 @@ def step_cases() -> dict[str, Case]:
         "dropout": case([T(3, e=I64), T(6, 8)], dropout, integers=2**16),
         "dropout_odd": case([T(3, e=I64), T(5, 7)], dropout, integers=2**16),
         "dropout_bf16": case([T(3, e=I64), T(6, 10, e=BF16)], dropout, {1: (1, 0)}, [Tiles(4, 8, 1)]),
+        "dropout_runs": case([T(3, e=I64), T(6, 12), T(12)], lambda b, k, x, w: b.mul(dropout(b, k, x), w), {},
+                             [Tiles(2, 8, 1)], 2**16),
         "dropout_softmax": case([T(3, e=I64), T(6, 12)], lambda b, k, x: dropout(b, k, b.softmax(x, dim=1)),
                                 {}, LOOPED),
         "softmax": case([T(4, 6, 21)], softmax(2), {}, LOOPED),
@@ -199,6 +211,9 @@ def step_cases() -> dict[str, Case]:
         "column_sum_turned": case([T(26, 18)], lambda b, x: b.sum(x, dims=(0,)), {0: (1, 0)}, SPLIT),
         "statistics": case([image], statistics, {}, SPLIT),
         "statistics_channels_last": case([image], statistics, {0: CHANNELS_LAST}, SPLIT),
+        "normal_sum": case([T(3, 5, 4, 7, e=BF16), *[T(5, 1, 1)] * 4], normal_sum, {0: CHANNELS_LAST}, SPLIT),
+        "excited_sum": case([image, T(3, 5, 1, 1)], lambda b, x, s: b.sum(b.mul(x, s), dims=(0, 2, 3)),
+                            {0: CHANNELS_LAST}, [Sums(4, 8, 3, 1), Sums(4, 1, 1, 1)]),
         "row_sum": case([T(6, 50)], lambda b, x: b.sum(x, dims=(1,)), {}, SPLIT),
         "norm": case([T(26, 18)], lambda b, x: b.sqrt(b.sum(b.mul(x, x), dims=(0, 1))), {}, [Sums(64, 1, 3, 1)]),
         "both_sums": case([T(26, 18)], lambda b, x: [b.sum(x, dims=(0,)), b.sum(x, dims=(0, 1))]),

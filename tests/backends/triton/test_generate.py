@@ -6,6 +6,7 @@ Triton reads TRITON_INTERPRET when it is imported, so the numbers are checked in
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_compilers_end_when_nothing_is_to_be_done(tmp_path, monkeypatch):
     )
     answers = []
     monkeypatch.setattr(compiling, "ask", lambda worker, job: answers.append(worker) or {"error": job["name"]})
-    compilers = compiling.Compilers(2)
+    compilers = compiling.Compilers(2, launchers=False)
     compilers.start()
     for _ in range(2):
         for thread in compilers.threads[:]:
@@ -153,7 +154,7 @@ def test_compilers_end_when_nothing_is_to_be_done(tmp_path, monkeypatch):
 
 def test_what_is_waited_for_is_compiled_before_what_may_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compilers = compiling.Compilers(1)
+    compilers = compiling.Compilers(1, launchers=False)
     monkeypatch.setattr(compilers, "employ", lambda count: None)
     compilers.add({"a": {}, "b": {}, "c": {}}, perhaps=True)
     compilers.add({"c": {}, "d": {}})
@@ -162,6 +163,30 @@ def test_what_is_waited_for_is_compiled_before_what_may_be_asked_for(tmp_path, m
     compilers.drop()
     compilers.closed = True
     assert compilers.take() is None and set(compilers.jobs) == {"a", "c", "d"}
+
+
+def test_what_launches_kernels_is_compiled_ahead(tmp_path, monkeypatch):
+    """By a worker, once per number of pointers; the next process finds it without a compiler."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    source = driver.make_launcher({}, {i: "*fp32" for i in range(3)}, None)
+    assert source == driver.make_launcher({}, {0: "*bf16", 1: "*i64", 2: "*i1"}, None)
+    stand_in = "".join(f"int {name}(void) {{ return 0; }}\n" for name in set(re.findall(r"\bcu[A-Z]\w+(?=\()", source)))
+    (tmp_path / "cuda.c").write_text(stand_in)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    for name in ("TRITON_LIBCUDA_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "USUAL", (3,))
+    with compiling.Compilers(1) as compilers:
+        compilers.start()
+        assert "error" not in compilers.wait(["launcher 3"])["launcher 3"]
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setattr(compiling, "USUAL", (3, 17))
+    with compiling.Compilers(1) as compilers:
+        compilers.start()
+        found = compilers.wait(["launcher 3", "launcher 17"])
+    assert "error" not in found["launcher 3"] and "error" in found["launcher 17"]  # (nobody waits for those)
 
 
 def test_equal_kernels_have_equal_keys():

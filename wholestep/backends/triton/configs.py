@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .families import LONGEST_HELD, PROCESSORS, Blocks, Cases, Config, Family, Rows, Sums, Tiles, power_of_two
+from .families import (
+    LONGEST_HELD,
+    PROCESSORS,
+    Blocks,
+    Cases,
+    Config,
+    Family,
+    Rows,
+    Sums,
+    Tiles,
+    power_of_two,
+    rows_of_run,
+)
 from .walk import fast_dim
 
 
@@ -25,7 +37,7 @@ def pointwise(family: Family) -> list[Config]:
         return [*(Cases(min(b, most), w) for b, w in ((1024, 4), (512, 4), (2048, 8))), flat[0]]
     both = family.fast_dims()
     if both is None:
-        return flat[:4]
+        return [*in_runs(family), *flat][:4]
     across, along = both
     tall, wide = power_of_two(across.size), power_of_two(along.size)
     tiles: list[Config] = []
@@ -35,6 +47,27 @@ def pointwise(family: Family) -> list[Config]:
         h, b = min(tall, high * (broad // b)), min(wide, broad * (high // h))
         tiles.append(Tiles(h, b, warps))
     return [*tiles, flat[0]]
+
+
+def in_runs(family: Family) -> list[Config]:
+    """Tiles of runs, where little of them is empty.
+
+    They have fewer columns than threads: Triton then lets each thread keep 16 bytes of a row, and not one column.
+    """
+    if family.runs is None or family.length < 1 << 18:
+        return []
+    across, along = family.runs
+    made: list[Config] = []
+    for high, wide, warps in ((32, 64, 4), (64, 64, 4), (32, 32, 2)):
+        n = rows_of_run(across, along, wide)
+        full = filled(across.size // n, high) * filled(n * along.size, wide)
+        made += [Tiles(high, wide, warps)] if full > 0.85 else []
+    return made[:2]
+
+
+def filled(size: int, block: int) -> float:
+    """The share of blocks that is not beyond the end."""
+    return size / (-(-size // block) * block)
 
 
 def walked_along_row(family: Family) -> bool:
@@ -56,11 +89,13 @@ def rows(family: Family) -> list[Config]:
     block, most = power_of_two(length), power_of_two(count)
     made: list[Config] = []
     if not walked_along_row(family):  # neighbouring rows are neighbours in memory
-        for n in (64, 32, 128):
-            n = min(n, most)
-            if n * block <= LONGEST_HELD:
-                made.append(Rows(n, block, between(4, n * block // 512, 32)))
-        made += [Rows(min(64, most), min(width, block), warps, looped=True) for width, warps in ((32, 4), (64, 8))]
+        if count < 48 * PROCESSORS:
+            made += side_by_side(family)
+        else:
+            made += [
+                Rows(n, block, between(4, n * block // 512, 32)) for n in (64, 32, 128) if n * block <= LONGEST_HELD
+            ]
+            made += [Rows(64, min(width, block), warps, looped=True) for width, warps in ((32, 4), (64, 8))]
     else:
         fitting = [(e, w) for e, w in HELD if block <= e <= max(block, 4096)] if block > 16 else [(1024, 4), (512, 4)]
         made += [Rows(between(1, e // block, most), block, w) for e, w in fitting if block <= LONGEST_HELD]
@@ -68,6 +103,23 @@ def rows(family: Family) -> list[Config]:
             made += [Rows(1, w, n, looped=True) for w, n in ((4096, 16), (8192, 32), (8192, 16), (2048, 8), (4096, 8))]
     if family.across:
         made = [r for c in made if isinstance(c, Rows) for r in shared(family, c)]
+    return made
+
+
+def side_by_side(family: Family) -> list[Config]:
+    """Few rows that lie side by side: so few per program that most multiprocessors have one, but words of 16 bytes.
+
+    A program is alone on its multiprocessor: it has many warps, so that most of its rows is under way at once.
+    """
+    block, most = power_of_two(family.length), power_of_two(family.count)
+    word = 16 // family.walk.heavy()[0].itemsize
+    n = min(32, most)
+    while n > word and 4 * -(-family.count // n) < 3 * PROCESSORS:
+        n //= 2
+    made: list[Config] = []
+    for high in (n, max(n // 2, 1), min(2 * n, most)):
+        width = min(block, 8192 // high)
+        made.append(Rows(high, width, between(4, high * width // 512, 16), looped=width < block))
     return made
 
 
@@ -84,7 +136,8 @@ def sums(family: Family) -> list[Config]:
     kept, reduced = family.length, family.count
     made: list[Config] = []
     if walked_along_row(family) and kept > 1:
-        shapes = ((128, 16, 4, 3), (256, 8, 4, 3), (64, 32, 4, 1), (128, 32, 8, 3), (128, 16, 4, 1), (256, 8, 4, 1))
+        # fewer columns than threads: Triton then lets each thread keep 16 bytes of a row, and not one column
+        shapes = ((64, 32, 4, 3), (64, 32, 4, 1), (128, 32, 8, 3), (128, 16, 4, 3))
         wide = power_of_two(kept)
         for width, high, warps, stages in shapes:
             k = min(width, wide)
@@ -100,7 +153,8 @@ def split(family: Family, n: int, k: int, warps: int, stages: int = 1) -> list[C
     """As many programs per sum as fill the GPU a few times, while each still has something to add up."""
     blocks = -(-family.length // k)
     steps = -(-family.count // n)
+    wanted = (4 if stages > 1 else 8) * PROCESSORS  # who does not read ahead waits: others run meanwhile
     if not blocks or blocks >= 4 * PROCESSORS:
         return [Sums(n, k, 1, warps, stages)]
-    programs = between(1, -(-4 * PROCESSORS // blocks), -(-steps // 2))
+    programs = between(1, -(-wanted // blocks), -(-steps // 2))
     return [Sums(n, k, programs, warps, stages)]

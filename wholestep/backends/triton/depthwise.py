@@ -26,6 +26,8 @@ NOTHING_BEFORE: dict[str, Any] = {"BEFORE_ONCE": None, "BEFORE": None}
 NOTHING_AFTER: dict[str, Any] = {"AFTER_ONCE": None, "AFTER": None, "SUMS": 0, "BESIDE": 0}
 #: threads that keep a large GPU busy; `configs` shortens the walks until there are so many
 BUSY = 200_000
+#: threads below which multiprocessors have so few warps each that some finish long before others
+FEWEST = 40_000
 #: the kernels index within one image, and number their threads, with 32 bits
 LARGEST = 2**31
 
@@ -148,16 +150,32 @@ def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr
 
 
 @triton.jit
-def count(totals, value, beside, offset, mask, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr):
-    """Adds what AFTER makes of a stored value, and of the images `beside` it at the same place, to a lane's sums."""
+def count(totals, value, beside, offset, mask, first, u: tl.constexpr, STRIPS: tl.constexpr, COLUMNS: tl.constexpr,
+          WIDTH: tl.constexpr, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
+    """Adds what AFTER makes of a value, and of the images `beside` it at the same place, to a lane's sums.
+
+    The value is the one before it is rounded to be stored, as in generated kernels: to widen it again takes longer.
+    Only columns outside of the image are left out here: `whole_rows` leaves out rows, and spare lanes write no sums."""
     seen = ()
     for k in tl.static_range(BESIDE):
         seen = seen + (tl.load(beside[k] + offset, mask=mask, other=0.0).to(tl.float32),)
     found = AFTER(value, seen, known)
     more = ()
     for k in tl.static_range(SUMS):
-        more = more + (totals[k] + tl.where(mask, found[k], 0.0),)
+        one = found[k]
+        if STRIPS * COLUMNS > WIDTH:
+            one = tl.where(inside(True, first, u, 0, (STRIPS - 1) * COLUMNS, WIDTH), one, 0.0)
+        more = more + (totals[k] + one,)
     return more
+
+
+@triton.jit
+def whole_rows(there, totals, before, SUMS: tl.constexpr):
+    """A lane's sums after a row: as `before` it where the row is not one of its own."""
+    kept = ()
+    for k in tl.static_range(SUMS):
+        kept = kept + (tl.where(there, totals[k], before[k]),)
+    return kept
 
 
 @triton.jit
@@ -237,6 +255,7 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
             rows = read_rows(image, t, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
         values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
         o = t - (OPEN - 1)
+        totals_before = totals
         still = ()
         for q in tl.static_range(OPEN):
             for u in tl.static_range(COLUMNS):
@@ -254,12 +273,12 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
                     still = still + (value,)
                 elif not padding_only(u, STRIPS, OW):
                     mask = inside(active & (o >= begin) & (o < end), strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, OW)
-                    narrow = value.to(y.dtype.element_ty)
                     offset = o * (OW * C) + u * C
-                    tl.store(result + offset, narrow, mask=mask)
+                    tl.store(result + offset, value.to(y.dtype.element_ty), mask=mask)
                     if AFTER is not None:
-                        totals = count(totals, narrow.to(tl.float32), others, offset, mask, known_after, AFTER, SUMS,
-                                       BESIDE)  # fmt: skip
+                        totals = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS, OW,
+                                       known_after, AFTER, SUMS, BESIDE)  # fmt: skip
+        totals = whole_rows((o >= begin) & (o < end), totals, totals_before, SUMS)
         opened = still
     if AFTER is not None:
         write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
@@ -312,6 +331,7 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
         still = ()
         for i in tl.static_range(OPEN):
             r = t * STRIDE_H - PAD_H + i
+            totals_before = totals
             for u in tl.static_range(COLUMNS):
                 if i < OPEN - STRIDE_H:
                     value = opened[i * COLUMNS + u]
@@ -326,12 +346,13 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
                 elif not padding_only(u, STRIPS, W):
                     there = active & (r >= begin) & (r < end)
                     mask = inside(there, strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, W)
-                    narrow = value.to(dx.dtype.element_ty)
                     offset = r * (W * C) + u * C
-                    tl.store(result + offset, narrow, mask=mask)
+                    tl.store(result + offset, value.to(dx.dtype.element_ty), mask=mask)
                     if AFTER is not None:
-                        totals = count(totals, narrow.to(tl.float32), others, offset, mask, known_after, AFTER, SUMS,
-                                       BESIDE)  # fmt: skip
+                        totals = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS, W,
+                                       known_after, AFTER, SUMS, BESIDE)  # fmt: skip
+            if i < STRIDE_H:
+                totals = whole_rows((r >= begin) & (r < end), totals, totals_before, SUMS)
         opened = still
     if AFTER is not None:
         write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
@@ -650,7 +671,7 @@ def configs(
         lanes = n * strips_of(width, columns) * (c // vector)
         if which == "weight_grad":
             # the sums of a walk are written and read again: make it long enough that this is little
-            while columns * height * images < 7 * taps:
+            while columns * height * images < 7 * taps and lanes >= 2 * images * FEWEST:
                 images *= 2
         images = min(images, n)
         pieces = max(1, min(-(-BUSY * images // lanes), height // (4 * kh))) * shorter

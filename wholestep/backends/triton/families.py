@@ -53,7 +53,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pointwise where tensors disagree about the fastest dimension: tiles over both."""
+    """Pointwise where tensors disagree about the fastest dimension: tiles over both. Or where some tensors lie along
+    the fastest dimension alone: tiles of runs (`Family.runs`), for each of which these are read once."""
 
     high: int
     wide: int
@@ -278,10 +279,16 @@ class Family:
 
     def tiles(self, config: Tiles) -> Written:
         both = self.fast_dims()
-        assert both is not None, "tiles are for tensors that disagree"
-        across, along = both
+        if both is not None:
+            across, along = both
+            y, x = axis("y", [across], config.high, 0), axis("x", [along], config.wide, 1)
+        else:
+            assert self.runs is not None, "tiles are for tensors that disagree, or of which some are short"
+            across, along = self.runs
+            n = rows_of_run(across, along, config.wide)
+            y = Axis("y", (), config.high, 0, points=across.size // n, along=(across,))
+            x = Axis("x", (across, along), config.wide, 1, points=n * along.size, begins=f"y * {n}")
         rest = [d for d in self.inside if d not in (across, along)]
-        y, x = axis("y", [across], config.high, 0), axis("x", [along], config.wide, 1)
         z = axis("z", rest, 1, None)
         text = Text(self.walk, (z, y, x), "tiles")
         text.line(f"pid = {text.pid()}")
@@ -305,6 +312,19 @@ class Family:
         order = sorted(weight, key=lambda d: -weight[d])
         others = [d for d in order[1:] if order[0] in reach[d] and d in reach[order[0]]]
         return (others[0], order[0]) if others else None
+
+    @functools.cached_property
+    def runs(self) -> tuple[Dim, Dim] | None:
+        """Two dimensions that lie one after the other, where some tensors lie along the second and not the first."""
+        if self.kind != "pointwise" or len(self.inside) < 2:
+            return None
+        across, along = self.inside[-2:]
+        outputs = [self.walk.accesses[op].offset for op in self.stores]
+        if any(f.terms[along.parts[-1]] != 1 or f.terms[across.parts[-1]] != along.size for f in outputs):
+            return None
+        reach = [self.walk.access_dims(a) for op, a in self.walk.accesses.items() if op not in self.stores]
+        short = any(along.parts[-1] in dims and across.parts[-1] not in dims for dims in reach)
+        return (across, along) if short else None
 
     def rows(self, config: Rows) -> Written:
         if config.looped and any(self.kept(op) for op in self.across):
@@ -401,7 +421,7 @@ class Family:
     def sums(self, config: Sums) -> Written:
         k = axis("k", self.inside, config.kept, 1 if config.kept > 1 else None)
         n = axis("n", self.outside, config.reduced, 0)
-        text = Text(self.walk, (n, k), "sums")
+        text = Text(self.walk, (n, k), "sums", folds=self.walk.rough)
         text.line(f"pid = {text.pid()}")
         everything = text.needed([*self.across, *self.before])
         text.ready(everything)
@@ -414,11 +434,14 @@ class Family:
         programs = config.programs
         steps = f"pid // {max(k.blocks, 1)} * {n.block}, {n.size}, {programs * n.block}"
         ahead = f"tl.range({steps}, num_stages={config.stages})" if config.stages > 1 else f"range({steps})"
+        # what lies along the first of several dimensions is read once for a block that has one point of it
+        inner = math.prod(d.size for d in n.dims[1:])
+        alone = len(n.dims) > 1 and inner > 0 and inner % n.block == 0
         with text.loop(f"n0 in {ahead}"):
-            text.start(n, "n0")
+            text.start(n, "n0", alone)
             text.ready(everything)
             for op, name, axes in sums:
-                text.accumulate(name, op, axes)
+                text.accumulate(name, op, axes, [n])
         partials = []
         for i, (op, name, axes) in enumerate(sums):
             number = text.total(op, name, axes, [n])
@@ -485,6 +508,12 @@ class Family:
                 text.known(op, text.total(op, total, axes, [q]))
         text.ready(text.needed(self.after))
         return text, k.blocks
+
+
+def rows_of_run(across: Dim, along: Dim, wide: int) -> int:
+    """How many rows make a run of whole tiles, which is better than tiles that are a part empty."""
+    n = wide // math.gcd(wide, along.size)
+    return n if across.size % n == 0 else 1
 
 
 def pointers_in(text: Text) -> list[str]:

@@ -11,6 +11,7 @@ from triton.runtime.interpreter import TensorHandle
 
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "rint": torch.round,
+    "fast_dividef": torch.div,
     **{
         name: getattr(torch, name)
         for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "rsqrt", "sin", "cos", "tanh", "erf", "trunc",

@@ -6,11 +6,12 @@ it needs: along no axis it is a scalar, along one a vector, and Triton broadcast
 
 from __future__ import annotations
 
+import math
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...dialects.loop import Apply, Constant, Load, Random, Reduce, Store
 from ...ir.core import Op, Value
@@ -30,13 +31,16 @@ class Axis:
     block: int
     #: where it lies in the tile; None: a scalar, one point at a time
     position: int | None
+    #: its points, where it walks a part of its dimensions
+    points: int | None = None
+    #: what the index of its first dimension begins at, in terms of other axes
+    begins: str = ""
+    #: dimensions that it walks along as well, whose indices are another axis' to tell
+    along: tuple[Dim, ...] = ()
 
     @property
     def size(self) -> int:
-        size = 1
-        for dim in self.dims:
-            size *= dim.size
-        return size
+        return math.prod(d.size for d in self.dims) if self.points is None else self.points
 
     @property
     def blocks(self) -> int:
@@ -44,11 +48,26 @@ class Axis:
 
     @property
     def parts(self) -> frozenset[int]:
-        return frozenset(p for d in self.dims for p in d.parts)
+        return frozenset(p for d in (*self.dims, *self.along) for p in d.parts)
 
 
 def axis(name: str, dims: Iterable[Dim], block: int, position: int | None) -> Axis:
     return Axis(name, tuple(dims), block, position)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number that is `base * scale + shift`, where scale and shift lie along fewer axes than the base."""
+
+    base: str
+    scale: str = ""
+    shift: str = ""
+    axes: frozenset[str] = frozenset()
+
+    @property
+    def text(self) -> str:
+        product = f"{self.base} * {self.scale}" if self.scale else self.base
+        return f"({product} + {self.shift})" if self.shift else f"({product})"
 
 
 @dataclass
@@ -66,6 +85,10 @@ class Text:
     masks: dict[str, str] = field(default_factory=dict)
     starts: dict[str, str] = field(default_factory=dict)
     written: set[Op] = field(default_factory=set)
+    #: whether chains become one multiply-add: where what is combined first serves many points, as in a loop
+    folds: bool = False
+    #: how numbers are lines, by their text
+    as_lines: dict[str, Line] = field(default_factory=dict)
     count: int = 0
 
     # ---- structure ---------------------------------------------------------------------------------------------------
@@ -99,8 +122,11 @@ class Text:
         self.depth -= 1
         self.names, self.open = names, opened
 
-    def start(self, axis: Axis, first: str) -> None:
-        """Opens an axis at a point: its index, its mask and the indices of its dimensions."""
+    def start(self, axis: Axis, first: str, alone: bool = False) -> None:
+        """Opens an axis at a point: its index, its mask and the indices of its dimensions.
+
+        alone: no block has more than one point of the first dimension, whose index is a scalar then.
+        """
         n = axis.name
         self.starts[n] = first
         if axis.position is None:
@@ -112,7 +138,13 @@ class Text:
             if axis.size % axis.block or not axis.size:
                 self.masks[n] = f"in_{n}"
                 self.line(f"in_{n} = {n} < {axis.size}")
-        self.indices(axis, n)
+        if alone:
+            inner = math.prod(d.size for d in axis.dims[1:])
+            self.line(f"{self.index(axis.dims[0])} = {first} // {inner}")
+            self.line(f"{n}_in = ({first} % {inner} + tl.arange(0, {axis.block})){self.expand(axis)}{self.widened}")
+            self.indices(replace(axis, dims=axis.dims[1:]), f"{n}_in")
+        else:
+            self.indices(axis, n)
         self.open = (*self.open, axis)
 
     def indices(self, axis: Axis, n: str, suffix: str = "") -> None:
@@ -123,6 +155,8 @@ class Text:
             if k:
                 text = f"({text}) % {axis.dims[k].size}" if inner > 1 else f"{n} % {axis.dims[k].size}"
             inner *= axis.dims[k].size or 1
+            if not k and axis.begins:
+                text = f"{axis.begins} + {text}"
             self.line(f"{self.index(axis.dims[k])}{suffix} = {text}")
 
     def expand(self, axis: Axis) -> str:
@@ -229,12 +263,48 @@ class Text:
                 sign = "//" if fn == "floor_div" else "%"
                 self.bind(op.results[0], Number(f"{args[0].text} {sign} {by}", "tl.int32"))
                 return
+        if self.folds and fn in ("add", "sub", "mul") and self.fold(op, args):
+            return
         number, helpers = apply(fn, args, element, self.walk.rough)
         self.helpers.update(helpers)
         if number.value is not None:
             self.names[op.results[0]] = number
         else:
             self.bind(op.results[0], number)
+
+    def fold(self, op: Op, args: Sequence[Number]) -> bool:
+        """Makes one multiply-add of a chain of sums and products with numbers that lie along fewer axes: those are
+        combined first, and once for all points that share them. It rounds otherwise than the chain does."""
+        if number_type(op.attributes["dtype"]) != "tl.float32" or any(a.type != "tl.float32" for a in args):
+            return False
+        axes = [frozenset(a.name for a in self.tiled(self.value_axes(v))) for v in op.operands]
+        wide = 0 if axes[1] < axes[0] else 1
+        if not axes[1 - wide] < axes[wide] or any(a.value is not None for a in args):
+            return False
+        line, number, fn = self.as_lines.get(args[wide].text), args[1 - wide].text, op.attributes["fn"]
+        if line is None or not line.axes | axes[1 - wide] < axes[wide]:
+            line = Line(args[wide].text)
+        scale, shift = line.scale, line.shift
+        if fn == "mul":
+            scale = self.once(f"{scale} * {number}") if scale else number
+            shift = self.once(f"{shift} * {number}") if shift else ""
+        elif fn == "add":
+            shift = self.once(f"{shift} + {number}") if shift else number
+        elif wide == 0:
+            shift = self.once(f"{shift} - {number}" if shift else f"-{number}")
+        else:
+            scale = self.once(f"-{scale}") if scale else "-1.0"
+            shift = self.once(f"{number} - {shift}") if shift else number
+        line = Line(line.base, scale, shift, line.axes | axes[1 - wide])
+        self.bind(op.results[0], Number(line.text, "tl.float32"))
+        self.as_lines[self.names[op.results[0]].text] = line
+        return True
+
+    def once(self, text: str) -> str:
+        """A number with a name."""
+        name = self.fresh("c")
+        self.line(f"{name} = {text}")
+        return name
 
     def form(self, form: Form) -> Number:
         low, high = form.range(self.walk.sizes)
@@ -360,8 +430,11 @@ class Text:
 
     # ---- reductions --------------------------------------------------------------------------------------------------
 
-    def operand(self, op: Op, axes: Sequence[Axis]) -> str:
-        """What a reduction takes, over the whole tile of some axes, neutral outside."""
+    def operand(self, op: Op, axes: Sequence[Axis], over: Sequence[Axis] | None = None) -> str:
+        """What a reduction takes, over the whole tile of some axes, neutral outside.
+
+        over: the axes that are reduced in the end. What lies outside of others goes into sums that nobody stores.
+        """
         type = accumulator_type(op.attributes["dtype"])
         number = self.names[op.operands[0]]
         if type == "tl.int32" and number.type != type:  # truth values among them
@@ -371,7 +444,7 @@ class Text:
         have = self.value_axes(op.operands[0])
         if any(a not in have for a in self.tiled(axes)):
             text = f"tl.broadcast_to({text}, {self.shape(axes)})"
-        mask = self.mask(self.tiled(axes))
+        mask = self.mask(self.tiled(axes if over is None else over))
         kind = op.attributes["kind"]
         return f"tl.where({mask}, {text}, {neutral(kind, type)})" if mask else text
 
@@ -381,9 +454,9 @@ class Text:
         self.line(f"{name} = tl.full({self.shape(axes) if self.tiled(axes) else '()'}, {start}, {type})")
         return name
 
-    def accumulate(self, name: str, op: Op, axes: Sequence[Axis]) -> None:
+    def accumulate(self, name: str, op: Op, axes: Sequence[Axis], over: Sequence[Axis] | None = None) -> None:
         type = accumulator_type(op.attributes["dtype"])
-        self.line(f"{name} = {combined(op.attributes['kind'], name, self.operand(op, axes), type)}")
+        self.line(f"{name} = {combined(op.attributes['kind'], name, self.operand(op, axes, over), type)}")
 
     def total(self, op: Op, text: str, axes: Sequence[Axis], over: Sequence[Axis]) -> Number:
         """A tile over some axes, reduced along those of `over`: with no axis left it is a scalar."""
