@@ -183,6 +183,7 @@ def load(
     return step
 
 
+@collector_paused()  # a program is a large graph that stays: collecting it again and again finds nothing
 def compile_step(step: TrainStep, batch: Any) -> Compiled:
     """One compilation, from capture to the executable."""
     options = step.options
@@ -195,9 +196,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         build_ahead()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
     captured_at = clock()
-    with collector_paused():  # a program is a large graph that stays: collecting it again and again finds nothing
-        plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
-        program = build_step(captured, plan, options)
+    plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
+    program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
     policy = whatever(*BY_ITSELF[device.type]) if options.level and device.type in BY_ITSELF else do_nothing

@@ -164,6 +164,13 @@ def place_of_tensor() -> int:
     return found.pop()
 
 
+def graphs_without_code() -> Any:
+    """A context in which a traced graph is written as Python code only when somebody runs it: an export makes six."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
 @contextmanager
 def silent_fakes() -> Iterator[None]:
     """Fake tensors that refuse a call raise, and do not write to the log as well."""

@@ -29,6 +29,15 @@ def test_uses_follow_operands() -> None:
     assert b.uses == {op: 2}
 
 
+def test_one_reader_of_a_value_reads_another() -> None:
+    _, builder, a, b = body()
+    op, other = Join.build(builder, [a, b, a, b, a], result_types=[T]), Neg.build(builder, a)
+    op.replace_operand(a, b)
+    assert op.operands == (b,) * 5 and b.uses == {op: 5} and a.uses == {other: 1}
+    with pytest.raises(KeyError):
+        op.replace_operand(a, b)
+
+
 def test_linking() -> None:
     block, builder, a, b = body()
     first, last = Neg.build(builder, a), Neg.build(builder, b)

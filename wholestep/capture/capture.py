@@ -13,6 +13,7 @@ from ..dialects.step import StepBuilder, ir_dtype, tensor_type
 from ..dialects.step.sources import RANDOM_KEY
 from ..errors import CaptureError, InputError
 from ..ir.builtin import add_function, module
+from ..ir.collector import collector_paused
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from . import aten_nn, aten_pointwise, aten_random, aten_shape  # noqa: F401  (they register their handlers)
@@ -42,6 +43,7 @@ class Captured:
     exact: set[Op] = field(default_factory=set)
 
 
+@collector_paused()
 def capture(model: nn.Module, loss_fn: Any, batch: Any) -> Captured:
     """Captures the forward pass and the loss.
 

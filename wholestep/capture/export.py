@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, InputError, WholestepError
+from ..torch_private import graphs_without_code
 from .custom_functions import AppliedFunction, traced_functions
 from .explain import explain, forward_line, refuse
 from .layerdrop import RandomBranches
@@ -27,6 +28,7 @@ from .sandbox import (
     random_line,
 )
 from .structure import find_loss, flatten, unflatten
+from .user_lines import user_lines_only
 
 
 @dataclass(slots=True)
@@ -179,7 +181,8 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
         branches = RandomBranches()
         try:
             with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
-                program = torch.export.export(wrapper, inputs, strict=False)
+                with user_lines_only(), graphs_without_code():
+                    program = torch.export.export(wrapper, inputs, strict=False)
                 program.example_inputs = None  # the user's batch is not held
         except WholestepError:
             raise

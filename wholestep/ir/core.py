@@ -55,10 +55,8 @@ class Value:
         """Every use of this value becomes a use of `new`."""
         if new is self:
             return
-        for op, count in self.uses.items():
-            op.operands = tuple(new if v is self else v for v in op.operands)
-            new.uses[op] = new.uses.get(op, 0) + count
-        self.uses = {}
+        for op in list(self.uses):
+            op.replace_operand(self, new)
 
     def __repr__(self) -> str:
         made_by = self.owner.name if isinstance(self.owner, Op) else "argument"
@@ -124,6 +122,15 @@ class Op:
         self.operands = tuple(operands)
         for value in self.operands:
             value.uses[self] = value.uses.get(self, 0) + 1
+
+    def replace_operand(self, old: Value, new: Value) -> None:
+        """Reads `new` wherever it reads `old`. Others are not touched: the end of a step has thousands of operands."""
+        operands, place, count = list(self.operands), -1, old.uses.pop(self)
+        for _ in range(count):
+            place = operands.index(old, place + 1)
+            operands[place] = new
+        self.operands = tuple(operands)
+        new.uses[self] = new.uses.get(self, 0) + count
 
     def drop_operands(self) -> None:
         for value in self.operands:

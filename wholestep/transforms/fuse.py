@@ -442,7 +442,8 @@ class Fuser:
             for one, other in itertools.pairwise(among):
                 a, b = self.groups[one], self.groups[other]
                 near = self.position[other] - self.position[one] <= NEAR
-                if a is not b and near and one.phase == other.phase:
+                shares = value.type.size * MUCH_SMALLER >= min(a.points, b.points)  # else they would wait for nothing
+                if a is not b and near and shares and one.phase == other.phase:
                     self.try_join(a, b, one, other)
 
     def join_products(self, nodes: list[Op], seconds: Seconds) -> None:
@@ -568,11 +569,10 @@ class Fuser:
 
     def replace(self, piece: Piece, op: Op) -> None:
         inside = set(piece.ops)
-        new = dict(zip(piece.outputs, op.results, strict=True))
-        for value in piece.outputs:
-            for user in list(dict.fromkeys(value.uses)):
+        for value, new in zip(piece.outputs, op.results, strict=True):
+            for user in list(value.uses):
                 if user not in inside or is_view(user):
-                    user.set_operands([new.get(v, v) for v in user.operands])
+                    user.replace_operand(value, new)
 
     def ordered(self, groups: list[Group]) -> list[Group]:
         return sorted(groups, key=lambda g: self.position[g.members[-1]])

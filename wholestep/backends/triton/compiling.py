@@ -1,7 +1,8 @@
 """Compiles candidates in parallel processes, without a GPU, into Triton's cache.
 
 Workers are separate programs that import Triton alone: nothing is forked from a process that uses CUDA, and the user's
-script is not run again. What a compile took and needs is kept beside the cache, so that a warm start asks no compiler.
+script is not run again. They also compile what launches kernels, which is C code. What a compile took and needs is kept
+beside the cache, so that a warm start asks no compiler.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .worker import digest, note_of
 
 #: seconds without a job after which a worker ends
 IDLE = 20.0
+#: numbers of pointers that most kernels have: what launches those is compiled before the first kernel is known
+USUAL = range(2, 16)
 
 if TYPE_CHECKING:
     from .families import Function
@@ -101,7 +104,7 @@ def triton_cache() -> Path:
 
 def run(jobs: dict[str, dict[str, Any]], report: Callable[[int, int], None] | None, workers: int) -> dict[str, Any]:
     """The answers to jobs; those that were compiled before are read from the cache."""
-    with Compilers(workers) as compilers:
+    with Compilers(workers, launchers=False) as compilers:
         compilers.add(jobs)
         return compilers.wait(jobs, report)
 
@@ -110,10 +113,12 @@ class Compilers:
     """Worker processes that compile while the caller does something else.
 
     They end some time after the last job, or at once where this is used as a context, in which case what nobody waited
-    for is not compiled to its end: Triton's cache only ever gets whole files.
+    for is not compiled to its end: Triton's cache only ever gets whole files. launchers: what launches kernels is
+    compiled here as well, ahead of the kernels.
     """
 
-    def __init__(self, workers: int = 0):
+    def __init__(self, workers: int = 0, launchers: bool = True):
+        self.launchers = launchers
         self.folder = triton_cache()
         self.most = workers or cores()
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -141,8 +146,9 @@ class Compilers:
             thread.join()
 
     def start(self) -> None:
-        """Starts all workers: they get ready while there is nothing to compile yet."""
+        """Starts all workers: they get ready, and what launches kernels, while there is nothing to compile yet."""
         with self.changed:
+            self.add_launchers(USUAL)
             self.employ(self.most)
 
     def add(self, jobs: Mapping[str, dict[str, Any]], perhaps: bool = False) -> None:
@@ -154,6 +160,7 @@ class Compilers:
             if key not in self.jobs and (kept := read(self.folder, key)) is not None:
                 self.answer(key, kept)
         with self.changed:
+            self.add_launchers(len(job["pointers"]) for key, job in jobs.items() if key not in self.jobs)
             for key, job in jobs.items():
                 if key not in self.jobs or key in self.perhaps:
                     self.jobs[key] = job
@@ -161,6 +168,15 @@ class Compilers:
                     (self.perhaps if perhaps else self.wanted)[key] = None
             self.employ(len(self.jobs) - len(self.answers))
             self.changed.notify_all()
+
+    def add_launchers(self, arguments: Iterable[int]) -> None:
+        """Begins with what launches kernels with so many pointers. Nobody waits for it: whoever needs it too early, or
+        where it could not be made, compiles it himself."""
+        for number in arguments if self.launchers else ():
+            key = f"launcher {number}"
+            if key not in self.jobs:
+                self.jobs[key] = {"launcher": number}
+                self.wanted[key] = None
 
     def employ(self, count: int) -> None:
         """Has so many workers, or as many as there may be."""
@@ -223,8 +239,9 @@ class Compilers:
             try:
                 if worker is None or worker.poll() is not None:
                     worker = self.hire()
-                answer = ask(worker, self.jobs[key])
-                if "error" not in answer:
+                job = self.jobs[key]
+                answer = ask(worker, job)
+                if "error" not in answer and "launcher" not in job:
                     write(self.folder, key, answer)
             except (OSError, ValueError) as error:  # whoever waits is told
                 answer = {"error": f"{type(error).__name__}: {error}", "seconds": 0.0}
