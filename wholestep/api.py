@@ -45,6 +45,7 @@ from .transforms import (  # noqa: F401  (they register)
     chunked_loss,
     direct,
     grouped_attention,
+    join_slices,
     kept,
     layout,
     masks,
@@ -52,20 +53,21 @@ from .transforms import (  # noqa: F401  (they register)
     recompute,
     regenerate,
     row_gradients,
+    shared_input,
     symmetric_product,
     wide_loss,
 )
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
-from .transforms.opportunity import do_nothing, take, transform, whatever
+from .transforms.opportunity import do_nothing, possible, take, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
 BY_ITSELF = {"cuda": ("channels_last",)}
 #: the same after those, all opportunities of one at once: there may be hundreds
-ALL_AT_ONCE = ("symmetric_product", "direct", "pad", "pointwise_convolution")
+ALL_AT_ONCE = ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")
 
 
 def compile(
@@ -211,17 +213,22 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     )
     if options.level >= 2 and not options.recipe:
         recipe += grouped_attention.take_where_kernels_allow(program.module, device, not_fused(options.forbid))
+    later: tuple[str, ...] = ()
     if policy is not do_nothing and not options.recipe:
-        # op by op it would write logits in f32; under a budget the loss may go in chunks
-        wide = ("wide_loss",) if fuses and options.memory_budget is None else ()
+        # op by op it would write logits in f32; under a budget the loss may go in chunks instead
+        wide = ("wide_loss",) if fuses else ()
         rows = ("row_gradients",) if fuses else ()  # who does not fuse would write the whole gradient all the same
-        recipe += take(program.module, (*ALL_AT_ONCE, *wide, *rows), not_fused(options.forbid))
+        shared = ("shared_input",) if fuses else ()  # who does not fuse would copy gradients side by side
+        later = () if options.memory_budget is None else wide
+        now = [name for name in (*shared, *ALL_AT_ONCE, *wide, *rows) if name not in later]
+        recipe += take(program.module, now, not_fused(options.forbid))
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     attentions = attentions_of(step, program, device)
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
+        losses = [o.key for name in later for o in possible(program.module, name, not_fused(options.forbid))]
         numbers, strides = host_numbers(program, step.optimizer), argument_strides(program, step, batch)
 
         def note(planned: Planned) -> None:  # what libraries take counts
@@ -241,6 +248,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             choices=choices_of(step, device),
             wishes=Wishes.among(options.recipe, options.force, options.forbid),
             note=note,
+            losses=losses,
         )
         recipe += more
     optimised_at = clock()

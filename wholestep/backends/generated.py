@@ -79,7 +79,7 @@ def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
     arguments = kernel.regions[0].block.arguments
     largest, spec = None, None
     for argument, s in zip(arguments, operands, strict=False):
-        if is_dense(s.shape, s.strides) and (spec is None or s.bytes > spec.bytes):
+        if each_apart(s.shape, s.strides) and (spec is None or s.bytes > spec.bytes):
             largest, spec = argument, s
     if largest is None or spec is None:
         return None
@@ -93,6 +93,16 @@ def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
             steps[d] = max(steps[d], spec.strides[dim])
     ranked = sorted(range(len(steps)), key=lambda d: (-abs(steps[d]), d) if steps[d] else (0, d))
     return {d: i for i, d in enumerate(ranked)}
+
+
+def each_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each element has a place of its own, dimension by dimension: in a dense tensor, or in a slice of one."""
+    reach = 1
+    for stride, size in sorted((st, n) for n, st in zip(shape, strides, strict=True) if n != 1):
+        if size and stride < reach:
+            return False
+        reach = stride * size
+    return True
 
 
 def address_steps(op: Op, strides: Sequence[int], dims: int) -> list[int]:

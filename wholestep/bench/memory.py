@@ -20,7 +20,7 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """The most memory in use between `start` and `stop`, over all times it was started."""
+    """The most memory in use between `start` and `stop`; on a GPU in steps alone, each between `begin` and `end`."""
 
     def __init__(self, workload: Workload, trainer: Trainer, batch: Batch, device: str):
         self.device, self.workload, self.trainer, self.batch = device, workload, trainer, batch
@@ -31,15 +31,21 @@ class Peak:
 
     def start(self) -> None:
         release(self.device)
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        elif STATUS.exists():
+        if self.device != "cuda" and STATUS.exists():
             RESET.write_text("5")  # forgets the peak of resident memory
             self.resting = resident("VmRSS")
 
-    def stop(self) -> None:
+    def begin(self) -> None:
+        """A step begins: how its batch was made is no part of its peak."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self) -> None:
         if self.device == "cuda":
             self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+
+    def stop(self) -> None:
+        if self.device == "cuda":
             release(self.device)
             self.bytes = max(self.bytes, self.allocated, torch.cuda.memory_reserved())
         elif STATUS.exists():

@@ -82,10 +82,12 @@ class Worker:
         for seed in range(1, order["steps"]):
             batch = workload.batch(seed, self.device)
             wait(self.device)
+            self.peak.begin()
             begin = time.perf_counter()
             losses.append(float(trainer(batch)))
             self.wait()
             seconds.append(time.perf_counter() - begin)
+            self.peak.end()
             del batch
         self.peak.stop()
         return {

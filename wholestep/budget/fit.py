@@ -147,16 +147,13 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
-    """Losses that are taken in chunks: the recipe, bytes of logits not held, predicted seconds, (layer, chunks)."""
+class Losses:
+    """What is done to losses: the recipe. Of chunks: bytes of logits not held, predicted seconds, (layer, chunks)."""
 
     recipe: tuple[str, ...] = ()
     bytes: int = 0
     seconds: float = 0.0
     where: tuple[tuple[str, int], ...] = ()
-
-
-NOT_CHUNKED = Chunked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +163,14 @@ class Fit:
     fitter: Fitter
     solved: Solved | None
     away: Away
-    chunked: Chunked
+    losses: Losses
     fits: bool = True
 
     @property
     def seconds(self) -> float:
         """Predicted, per step, beyond those of the step as it was."""
         again = 0.0 if self.solved is None else self.solved.choice.seconds
-        return self.chunked.seconds + again + self.away.extra_seconds
+        return self.losses.seconds + again + self.away.extra_seconds
 
     @property
     def plan(self) -> Plan:
@@ -183,9 +180,7 @@ class Fit:
 
     def apply(self, module: Op) -> list[str]:
         """Changes a program, the one that was looked at or a copy of it; the recipe."""
-        recipe = [apply_key(module, key) for key in self.chunked.recipe]
-        if recipe:
-            run_pipeline(module, "dce")
+        recipe = change_losses(module, self.losses.recipe)
         if self.solved is not None:
             recipe += self.fitter.apply(module, self.solved.choice.again)
         run_pipeline(module, "dce")
@@ -206,10 +201,12 @@ def fit_budget(
     choices: Choices | None = None,
     wishes: Wishes | None = None,
     note: Callable[[Planned], None] | None = None,
+    losses: Sequence[str] = (),
 ) -> tuple[BudgetReport, list[str]]:
     """Changes the program so that its plan needs no more than the budget; the report, and the recipe of what was done.
 
-    budget: bytes, or as a float a share of the peak without it. offload: values may also wait in host memory: where
+    budget: bytes, or as a float a share of the peak without it. losses: what is done to losses without a budget (keys);
+    here it is taken too, unless they go in chunks. offload: values may also wait in host memory: where
     that is hidden behind the step's work or cheaper than running ops again, and where running again is not enough.
     choices, wishes: who runs regions and what a user asks of fusion, as for the plan that the step will run by. note:
     writes down in a plan what libraries take beside it, which counts. MemoryBudgetError where no choice fits; the
@@ -217,27 +214,44 @@ def fit_budget(
     """
     trials = Trials(torch.device(device), numbers, strides, choices, wishes, note)
     machine = priced(machine, trials.device)
-    before = trials.planned(function, marked=True)
-    plan = before.plan if wishes is None or wishes == Wishes() else trials.planned(function).plan
+    copy, inside, before = with_losses(module, function, losses, trials)
+    plan = before.plan if wishes is None or wishes == Wishes() else trials.planned(inside).plan
     allowed = int(budget * plan.peak) if isinstance(budget, float) else budget
     if plan.peak <= allowed:
-        return BudgetReport(allowed, plan.peak, plan.peak, plan.peak - plan.arena, machine.name), []
-    fit = cheapest(module, function, before, Setting(trials, allowed, machine, forbidden, offload))
+        report = BudgetReport(allowed, plan.peak, plan.peak, plan.peak - plan.arena, machine.name)
+        return report, change_losses(module, losses)
+    setting = Setting(trials, allowed, machine, forbidden, offload)
+    fit = cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
     if not fit.fits:
         raise MemoryBudgetError(impossible(fit.plan, allowed))
     return describe(fit, allowed, plan, fit.plan, machine), fit.apply(module)
 
 
-def cheapest(module: Op, function: Op, before: Planned, setting: Setting) -> Fit:
+def with_losses(module: Op, function: Op, keys: Sequence[str], trials: Trials) -> tuple[Op, Op, Planned]:
+    """A copy of a program where something is done to its losses, its function, and its plan with marks."""
+    copy = module.clone()
+    change_losses(copy, keys)
+    inside = lookup(copy, function.attributes["sym_name"])
+    return copy, inside, trials.planned(inside, marked=True)
+
+
+def change_losses(module: Op, keys: Sequence[str]) -> list[str]:
+    """Does to losses what the keys say; the recipe."""
+    recipe = [apply_key(module, key) for key in keys]
+    if recipe:
+        run_pipeline(module, "dce")
+    return recipe
+
+
+def cheapest(module: Op, function: Op, start: Start, setting: Setting) -> Fit:
     """The cheapest way to fit, with losses in chunks or without; the leanest where none fits."""
-    start = Start.of(module, function, before, setting)
     ways = [start]
     plain = fitted(start, setting)
     found = [plain]
     chunked = [c for c in large_losses(module) if not is_forbidden(c[0].key, setting.forbidden)]
     if chunked:
-        ways.append(in_chunks(start, chunked, setting))
-        if plain is None or ways[1].chunked.seconds < plain.seconds:
+        ways.append(in_chunks(module, function, start, chunked, setting))
+        if plain is None or ways[1].losses.seconds < plain.seconds:
             found.append(fitted(ways[1], setting))
     fitting = [fit for fit in found if fit is not None]
     if not fitting:
@@ -252,16 +266,16 @@ class Start:
 
     fitter: Fitter
     planned: Planned
-    chunked: Chunked = NOT_CHUNKED
+    losses: Losses
 
     @classmethod
-    def of(cls, module: Op, function: Op, planned: Planned, setting: Setting, chunked: Chunked = NOT_CHUNKED) -> Start:
+    def of(cls, module: Op, function: Op, planned: Planned, setting: Setting, losses: Losses) -> Start:
         """planned: with marks."""
         segments = segments_of(module, function, planned, setting)
         solver = Exact(segments) if is_installed() else Greedy(segments)
         fitter = Fitter(module, function, setting.trials, segments, solver)
         fitter.tried[frozenset(), ()] = planned.plan
-        return cls(fitter, planned, chunked)
+        return cls(fitter, planned, losses)
 
     def away_with(self, again: frozenset[int], setting: Setting) -> Away | None:
         """The fewest values that wait in host memory so that the step fits where these ops run again."""
@@ -274,31 +288,30 @@ class Start:
         )
 
 
-def in_chunks(start: Start, found: Sequence[tuple[Opportunity, int, str]], setting: Setting) -> Start:
+def in_chunks(
+    module: Op, function: Op, start: Start, found: Sequence[tuple[Opportunity, int, str]], setting: Setting
+) -> Start:
     """The step where these losses are taken in chunks."""
-    copy = start.fitter.module.clone()
-    recipe = tuple(apply_key(copy, opportunity.key) for opportunity, _, _ in found)
-    run_pipeline(copy, "dce")
-    function = lookup(copy, start.fitter.function.attributes["sym_name"])
-    planned = setting.trials.planned(function, marked=True)
+    keys = tuple(opportunity.key for opportunity, _, _ in found)
+    copy, inside, planned = with_losses(module, function, keys, setting.trials)
     more = work_seconds(planned, setting.machine) - work_seconds(start.planned, setting.machine)
     size = -sum(opportunity.change.saved for opportunity, _, _ in found)
     where = tuple((layer, count) for _, count, layer in found)
-    return Start.of(copy, function, planned, setting, Chunked(recipe, size, max(0.0, more), where))
+    return Start.of(copy, inside, planned, setting, Losses(keys, size, max(0.0, more), where))
 
 
 def fitted(start: Start, setting: Setting) -> Fit | None:
     """The cheapest way to make a step fit by running ops again or sending values away; None where none is met."""
     fitter, before = start.fitter, start.planned.plan
     if before.peak <= setting.allowed:
-        return Fit(fitter, None, Away(), start.chunked)
+        return Fit(fitter, None, Away(), start.losses)
     away = start.away_with(frozenset(), setting)
     if away is not None and away.extra_seconds == 0:
-        return Fit(fitter, None, away, start.chunked)
+        return Fit(fitter, None, away, start.losses)
     solved = fitter.search(setting.allowed, before)
     if solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
-        return Fit(fitter, solved, Away(), start.chunked)
-    return None if away is None else Fit(fitter, None, away, start.chunked)
+        return Fit(fitter, solved, Away(), start.losses)
+    return None if away is None else Fit(fitter, None, away, start.losses)
 
 
 def leanest(start: Start, setting: Setting) -> Fit:
@@ -307,10 +320,10 @@ def leanest(start: Start, setting: Setting) -> Fit:
     lean = fitter.leanest(start.planned.plan)
     fitting = [s for s in lean if fitter.peak(s.choice.again) <= setting.allowed]
     if fitting:
-        return Fit(fitter, min(fitting, key=lambda s: s.choice.seconds), Away(), start.chunked)
+        return Fit(fitter, min(fitting, key=lambda s: s.choice.seconds), Away(), start.losses)
     solved = min(lean, key=lambda s: fitter.peak(s.choice.again))
     away = start.away_with(solved.choice.again, setting)  # neither is enough alone
-    return Fit(fitter, solved, Away() if away is None else away, start.chunked, fits=away is not None)
+    return Fit(fitter, solved, Away() if away is None else away, start.losses, fits=away is not None)
 
 
 def segments_of(module: Op, function: Op, planned: Planned, setting: Setting) -> Segments:
@@ -357,9 +370,9 @@ def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Descript
         offloaded_bytes=away.bytes,
         link_seconds=away.link_seconds,
         step_seconds=away.step_seconds,
-        chunked=fit.chunked.where,
-        chunked_bytes=fit.chunked.bytes,
-        chunked_seconds=fit.chunked.seconds,
+        chunked=fit.losses.where,
+        chunked_bytes=fit.losses.bytes,
+        chunked_seconds=fit.losses.seconds,
     )
     if solved is None:
         return report

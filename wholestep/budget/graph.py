@@ -98,24 +98,28 @@ def graph_of(planned: Planned, program: Sequence[Op], machine: Description) -> G
                 late[number] = late.get(number, True) and ops[launch.op].definition is Fused
     launches = [x for x in plan.launches if x.op >= 0 and x.phase in EARLY and x.reads and x.provider not in UNPRICED]
     launches.sort(key=lambda launch: launch.op)
-    inside = [goes_inside(launch, ops[launch.op], late) for launch in launches]
+    inside = [goes_inside(plan, launch, ops[launch.op], late) for launch in launches]
     graph = Graph()
-    number_of: dict[int, int] = {}  # of the memory that a buffer is
+    number_of: dict[int, list[int]] = {}  # of the memories that a buffer is: one for each part of a concatenation
     for launch, seconds in zip(launches, price(launches, ops, plan, machine, inside), strict=True):
         op = ops[launch.op]
         done = tuple([program[n] for n in marks[launch.op]])
         if op.definition is not Fused and [o.name for o in done] != [op.name]:
             done = ()  # a part of some op
         node = Node(seconds, ops=done, looks=structural_hash(op, IGNORED), layer=done[0].loc.layer if done else "")
-        node.reads = tuple(dict.fromkeys(number_of[o] for b in launch.reads if (o := owner(plan, b)) in number_of))
+        node.reads = tuple(dict.fromkeys(m for b in launch.reads for m in number_of.get(owner(plan, b), ())))
         node.again = bool(done) and all(o.definition.pure and issubclass(o.definition, StepOp) for o in done)
         used = [b for b in launch.writes if b >= 0]
         sizes = [aligned(plan.buffers[b].type.bytes, plan.alignment) for b in used]
         graph.add(
             node,
-            [Memory(len(graph.nodes), size, b in late, b in fixed, b) for b, size in zip(used, sizes, strict=True)],
+            [
+                Memory(len(graph.nodes), size, owner(plan, b) in late, owner(plan, b) in fixed, b)
+                for b, size in zip(used, sizes, strict=True)
+            ],
         )
-        number_of.update(zip(used, node.makes, strict=True))
+        for buffer, number in zip(used, node.makes, strict=True):
+            number_of.setdefault(owner(plan, buffer), []).append(number)
     read = {m for node in graph.nodes for m in node.reads}
     for index, memory in enumerate(graph.memories):
         if memory.fixed and (memory.late or index in read):  # it is there anyway: nobody should read another
@@ -123,11 +127,11 @@ def graph_of(planned: Planned, program: Sequence[Op], machine: Description) -> G
     return graph
 
 
-def goes_inside(launch: Launch, op: Op, late: dict[int, bool]) -> bool:
+def goes_inside(plan: Plan, launch: Launch, op: Op, late: dict[int, bool]) -> bool:
     """Whether a kernel that runs again does so inside of its readers."""
     if op.definition is not Fused or has_anchor(op):
         return False
-    return all(late.get(b, True) for b in launch.writes)
+    return all(late.get(owner(plan, b), True) for b in launch.writes if b >= 0)
 
 
 def has_anchor(op: Op) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..backends.absorption import absorb_casts
 from ..backends.aten import lower
 from ..backends.batched import Batch, batched_region
-from ..backends.choose import Choices
+from ..backends.choose import Choices, Chosen
 from ..backends.generated import kernel_of, region_of
 from ..backends.host import host_function
 from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
@@ -20,12 +22,14 @@ from ..backends.providers import Region
 from ..dialects.step import constant_value, ir_dtype, torch_dtype
 from ..dialects.step.fused import Fused
 from ..dialects.step.layout import Layout
+from ..dialects.step.shape import Concat
 from ..dialects.step.transfer import Fetch, Offload
 from ..dialects.strides import Strides, is_dense, row_major, same_places, strides_in, view_of
 from ..errors import WholestepError
 from ..ir.core import Op, Value
 from ..ir.dialect import OpDef
 from ..ir.types import ScalarType, TensorType
+from .joins import Joins, Part, offsets_of, relaid
 
 UI8 = ScalarType("ui8")
 ARGUMENT, CONSTANT, HOST, LAUNCH, VIEW, PINNED = "argument", "constant", "host", "launch", "view", "pinned"
@@ -66,6 +70,9 @@ class Flat:
 
     arguments: int = 0
     ready: dict[int, int] = field(default_factory=dict)  # value that a copy on another stream makes -> its wait
+    after: dict[int, tuple[int, ...]] = field(default_factory=dict)  # value written in parts -> who writes those
+    concats: dict[Op, Strides] = field(default_factory=dict)  # concatenations that are launches, and how they lie
+    wholes: dict[Op, int] = field(default_factory=dict)  # concatenations that are written in parts, and their values
     unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
     results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
     undecided: list[Region] = field(default_factory=list)  # regions that no provider has been chosen for
@@ -103,6 +110,13 @@ class Flat:
     def bytes(self, value: int) -> int:
         return self.type[value].bytes
 
+    def makers(self, value: int) -> tuple[int, ...]:
+        """The launches after which a value is there; -1 for what is there before the step."""
+        root = self.root[value]
+        if root in self.after:
+            return self.after.get(value) or (self.made_by[value],)
+        return (self.ready.get(root, self.made_by[root]),)
+
 
 @dataclass(slots=True)
 class Body:
@@ -115,11 +129,37 @@ class Body:
 
 @dataclass(slots=True)
 class Regions:
-    """The bodies of regions, with their loop forms, by symbol, the choices of who runs them, and batches of them."""
+    """The bodies of regions, with their loop forms, by symbol, the choices of who runs them, and batches of them.
+
+    Layers are alike, and a function is flattened again once something is chosen: what was worked out is kept.
+    """
 
     bodies: dict[str, tuple[Op, Op | None]]
     choices: Choices
     batches: dict[str, Batch] = field(default_factory=dict)
+    known: dict[tuple[object, ...], Region] = field(default_factory=dict)
+    kernels: dict[tuple[str, int], Kernel] = field(default_factory=dict)
+
+    def region(self, name: str, operands: list[Spec], device: torch.device, wanted: list[Strides | None]) -> Region:
+        """The region of that name on operands that lie so; wanted: how results should lie."""
+        key = (name, tuple(operands), tuple(wanted))
+        found = self.known.get(key)
+        if found is None:
+            batch = self.batches.get(name)
+            if batch is not None:
+                found = batched_region(batch, operands, device, wanted)
+            else:
+                found = region_of(*self.bodies[name], operands, device, wanted)
+            self.known[key] = found
+        return found
+
+    def kernel(self, region: Region, chosen: Chosen | None) -> Kernel:
+        """What runs a region."""
+        key = (region.key, id(chosen))  # (what was chosen stays as long as this does)
+        found = self.kernels.get(key)
+        if found is None:
+            found = self.kernels[key] = kernel_of(region, chosen)
+        return found
 
 
 def flatten(
@@ -130,13 +170,15 @@ def flatten(
     find: Callable[[Op], Body] | None = None,
     alignment: int = 64,
     regions: Regions | None = None,
+    joins: Joins | None = None,
 ) -> Flat:
     """The launches of an expanded function, by the kernels of one device.
 
     numbers: arguments that are single numbers on the host. strides: of the arguments, where they do not lie row by row.
-    find: the plan of the function that an op of micro-batches names. regions: who runs regions.
+    find: the plan of the function that an op of micro-batches names. regions: who runs regions. joins: concatenations
+    whose parts are to be written in place.
     """
-    return _Flattener(function, kernels, numbers, strides, find, alignment, regions).flat
+    return _Flattener(function, kernels, numbers, strides, find, alignment, regions, joins).flat
 
 
 class _Flattener:
@@ -151,15 +193,18 @@ class _Flattener:
         find: Callable[[Op], Body] | None,
         alignment: int,
         regions: Regions | None = None,
+        joins: Joins | None = None,
     ):
         self.flat = Flat()
-        self.regions = regions
+        self.regions, self.joins = regions, joins or Joins()
+        self.relaid: dict[tuple[int, tuple[tuple[int, Strides], ...]], Kernel] = {}
         self.kernels, self.device = kernels, kernels.device
         self.find, self.alignment = find, alignment
         self.absorption = absorb_casts(function)
         self.numbers: dict[Value, int] = {}
         block = function.regions[0].block
         assert block.last is not None
+        self.places_of_joins = {op: n for n, op in enumerate(block) if op in self.joins.strides}
         on_host = set(numbers)
         for i, argument in enumerate(block.arguments):
             given = strides[i] if strides is not None else None
@@ -180,7 +225,7 @@ class _Flattener:
                     self.numbers[result] = self.flat.value(CONSTANT, result.type, row_major(result.type.shape), number)
             elif op.definition in STREAMS:
                 self.as_transfer(op, number)
-            elif not self.on_host(op, number) and not self.as_view(op, number):
+            elif not self.on_host(op, number) and not self.as_view(op, number) and not self.as_join(op, number):
                 self.as_launch(op, number)
         self.give_back(function, block.last)
         self.flat.unasked = self.kernels.untraced
@@ -216,8 +261,43 @@ class _Flattener:
         value = flat.value(VIEW, TensorType(op.result.type.shape, element), strides, number, flat.made_by[base])
         flat.root[value] = flat.root[base]
         flat.offset[value] = flat.offset[base] + offset * element.bytes
+        if base in flat.after:
+            flat.after[value] = flat.after[base]
         self.numbers[op.result] = value
         return True
+
+    def as_join(self, op: Op, number: int) -> bool:
+        """A concatenation whose parts are in place. Those that are not are copied there."""
+        flat, whole = self.flat, self.flat.wholes.get(op, -1)
+        if whole < 0:
+            return False
+        makers = []
+        for value, offset in zip(op.operands, offsets_of(op, flat.strides[whole]), strict=True):
+            found, start = self.numbers[value], offset * op.result.type.element.bytes
+            if (flat.root[found], flat.offset[found]) == (whole, start) and same_places(
+                value.type.shape, flat.strides[found], flat.strides[whole]
+            ):
+                makers.append(flat.made_by[found])
+            elif value.type.size:
+                copy = flat.launch(number, "copy", (found,))
+                part = self.part(Part(op, flat.strides[whole], offset), value.type, number, copy)
+                flat.writes[copy] = (part,)
+                self.describe(copy, op)
+                makers.append(copy)
+        flat.after[whole] = tuple(dict.fromkeys(makers))
+        self.numbers[op.result] = whole
+        return True
+
+    def part(self, part: Part, type: TensorType, number: int, launch: int) -> int:
+        """A value that a launch writes inside of a concatenation, which has memory from its first part on."""
+        flat = self.flat
+        whole = flat.wholes.get(part.join)
+        if whole is None:
+            maker, laid = self.places_of_joins[part.join], self.joins.strides[part.join]
+            whole = flat.wholes[part.join] = flat.value(LAUNCH, part.join.result.type, laid, maker, launch)
+        value = flat.value(VIEW, type, part.strides, number, launch)
+        flat.root[value], flat.offset[value] = whole, part.offset * type.element.bytes
+        return value
 
     def as_transfer(self, op: Op, number: int) -> None:
         """A copy to or from host memory on a stream of its own, and the wait for it.
@@ -280,18 +360,27 @@ class _Flattener:
             operands, provider = call.operands, "aten"
             asked = [self.operand(op, v) for v in operands]
             specs = [Spec(t.shape, row_major(t.shape), torch_dtype(t.element)) for t in types]
-            kernel = self.kernels(op, call.run, asked, specs, used)
+            kernel = self.relay(op, types, used, self.kernels(op, call.run, asked, specs, used))
             layouts = [s.strides for s in kernel.specs]
+            if op.definition is Concat:
+                flat.concats[op] = layouts[0]
         reads = tuple([values[v] for v in operands])
         launch = flat.launch(number, provider, reads, kernel)
         writes = []
         for result, type, strides, wanted in zip(op.results, types, layouts, used, strict=True):
-            value = flat.value(LAUNCH, type, strides, number, launch) if wanted else -1
+            value, part = -1, self.joins.parts.get(result)
+            if part is not None and wanted and kernel is not None and lies_so(part, result, type, strides):
+                value = self.part(part, type, number, launch)
+            elif wanted:
+                value = flat.value(LAUNCH, type, strides, number, launch)
             if wanted:
                 values[result] = value
             writes.append(value)
         flat.writes[launch] = tuple(writes)
-        flat.over[launch] = tuple([self.replaceable(launch, i) for i in range(len(writes))])
+        seen: dict[int, list[int]] = {}  # root -> positions of the operands that see its memory
+        for position, value in enumerate(reads):
+            seen.setdefault(flat.root[value], []).append(position)
+        flat.over[launch] = tuple([self.replaceable(launch, i, seen) for i in range(len(writes))])
         flat.raises[launch] = body is not None or self.may_raise(op, kernel)
         space = body.arena if body is not None else self.scratch(launch, writes)
         if body is not None:
@@ -300,26 +389,38 @@ class _Flattener:
             flat.workspace[launch] = flat.value(LAUNCH, TensorType((space,), UI8), (1,), number, launch)
         self.describe(launch, op)
 
+    def relay(self, op: Op, types: Sequence[TensorType], used: Sequence[bool], kernel: Kernel) -> Kernel:
+        """The kernel with results that are parts of a concatenation as they lie there, where it can write them so."""
+        parts = [
+            self.joins.parts.get(r) if u and t is r.type else None
+            for r, t, u in zip(op.results, types, used, strict=True)
+        ]
+        asked = tuple([(i, part.strides) for i, part in enumerate(parts) if part is not None])
+        if not asked:
+            return kernel
+        key = (id(kernel), asked)
+        if key not in self.relaid:
+            self.relaid[key] = relaid(kernel, dict(asked), self.device)
+        return self.relaid[key]
+
     def as_region(self, op: Op) -> tuple[str, Kernel]:
         """Who runs a region, and its kernel; what nobody has decided about yet is noted."""
         assert self.regions is not None
         specs = [s for v in op.operands if (s := self.operand(op, v).spec) is not None]
-        batch = self.regions.batches.get(op.callee.name)
         wanted = [self.wanted(r) for r in op.results]
-        if batch is not None:
-            region = batched_region(batch, specs, self.device, wanted)
-        else:
-            region = region_of(*self.regions.bodies[op.callee.name], specs, self.device, wanted)
+        region = self.regions.region(op.callee.name, specs, self.device, wanted)
         chosen = self.regions.choices.known.get(region.key)
         if chosen is None:
             self.flat.undecided.append(region)
         elif chosen.run is None:
             self.flat.op_by_op.append(op)
-        return "" if chosen is None else chosen.provider, kernel_of(region, chosen)
+        return "" if chosen is None else chosen.provider, self.regions.kernel(region, chosen)
 
     def wanted(self, result: Value) -> Strides | None:
-        """How a result of a region had best lie: as every reader copies it by a `step.layout`, or as the argument lies
-        that it replaces. None where it does not matter."""
+        """How a result of a region had best lie: as a part of a concatenation, as every reader copies it by a
+        `step.layout`, or as the argument lies that it replaces. None where it does not matter."""
+        if result in self.joins.parts:
+            return self.joins.parts[result].strides
         orders = {user.order if user.definition is Layout else None for user in result.uses}
         order = orders.pop() if len(orders) == 1 else None
         if order is not None:
@@ -382,7 +483,7 @@ class _Flattener:
         flat.phase[launch] = op.phase
         flat.layer[launch] = op.loc.layer
 
-    def replaceable(self, launch: int, index: int) -> tuple[int, ...]:
+    def replaceable(self, launch: int, index: int, seen: dict[int, list[int]]) -> tuple[int, ...]:
         """Positions of operands that a result may be written over, once nobody else reads their memory.
 
         The operand must fill its memory and lie exactly as the result will; another operand of the launch that sees the
@@ -390,7 +491,7 @@ class _Flattener:
         """
         flat = self.flat
         reads, write, kernel = flat.reads[launch], flat.writes[launch][index], flat.kernel[launch]
-        if write < 0:
+        if write < 0 or flat.root[write] != write:
             return ()
         if kernel is not None:
             candidates = sorted(kernel.over[index])
@@ -407,20 +508,20 @@ class _Flattener:
                 and flat.offset[value] == 0
                 and flat.bytes(root) == type.bytes
                 and same_places(type.shape, flat.strides[value], strides)
-                and self.alone(launch, value, candidates)
+                and self.alone(launch, value, candidates, seen[root])
             ):
                 found.append(position)
         return tuple(found)
 
-    def alone(self, launch: int, value: int, candidates: Sequence[int]) -> bool:
-        """Whether every operand that sees the memory of `value` sees it alike and may be written over too."""
-        flat, root = self.flat, self.flat.root[value]
+    def alone(self, launch: int, value: int, candidates: Sequence[int], positions: Sequence[int]) -> bool:
+        """Whether every operand that sees the memory of `value`, at those positions, sees it alike and may be written
+        over too."""
+        flat, reads = self.flat, self.flat.reads[launch]
         return all(
             position in candidates
-            and flat.type[v] is flat.type[value]
+            and flat.type[v := reads[position]] is flat.type[value]
             and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
-            for position, v in enumerate(flat.reads[launch])
-            if flat.root[v] == root
+            for position in positions
         )
 
     def give_back(self, function: Op, last: Op) -> None:
@@ -438,3 +539,8 @@ class _Flattener:
                 flat.writes[launch] = (copy,)
                 value = copy
             flat.results.append((value, argument))
+
+
+def lies_so(part: Part, result: Value, type: TensorType, strides: Strides) -> bool:
+    """Whether a result of this type and with these strides is what a concatenation has as its part."""
+    return type is result.type and same_places(type.shape, strides, part.strides)

@@ -58,19 +58,25 @@ def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Grap
     predecessors: list[set[int]] = []
     for i in range(launches):
         mine = dict.fromkeys(root[v] for v in flat.reads[i])
-        first = {flat.ready.get(r, made_by[r]) for r in mine} | {flat.awaits[i]}
+        if flat.after:
+            first = {maker for v in flat.reads[i] for maker in flat.makers(v)} | {flat.awaits[i]}
+            begun_before = [root[v] for v in flat.writes[i] if v >= 0 and made_by[root[v]] != i]
+            first.update([made_by[r] for r in begun_before])  # the first to write a part begins the memory of all
+            mine |= dict.fromkeys(begun_before)
+        else:
+            first = {flat.ready.get(r, made_by[r]) for r in mine} | {flat.awaits[i]}
         predecessors.append(first - {i, -1})
         kept = tuple([r for r in mine if kind[r] in (LAUNCH, ARGUMENT)])
         for r in kept:
             readers[r].append(i)
             count[r] += 1
         reads.append(kept)
-        begun = tuple([v for v in flat.writes[i] if v >= 0 and kind[v] not in (HOST, PINNED)])
-        places = [
-            tuple(dict.fromkeys([root[flat.reads[i][p]] for p in positions]))
+        begins = {
+            root[v]: tuple(dict.fromkeys([root[flat.reads[i][p]] for p in positions]))
             for v, positions in zip(flat.writes[i], flat.over[i] or [()] * len(flat.writes[i]), strict=True)
-            if v >= 0 and kind[v] not in (HOST, PINNED)
-        ]
+            if v >= 0 and kind[v] not in (HOST, PINNED) and made_by[root[v]] == i
+        }
+        begun, places = tuple(begins), list(begins.values())
         if flat.workspace[i] >= 0:
             begun = (*begun, flat.workspace[i])
             places.append(())

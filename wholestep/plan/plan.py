@@ -158,6 +158,10 @@ class Plan:
                 buffers[number].last = position
         for returned in self.results:
             buffers[returned.buffer].last = end
+        for buffer in buffers:  # what is written in parts is there from the first part on
+            if buffer.share == "view" and buffer.first >= 0:
+                whole = buffers[buffer.of]
+                whole.first = buffer.first if whole.first < 0 else min(whole.first, buffer.first)
         for buffer in buffers:
             if buffer.share == "view":
                 buffer.first = buffers[buffer.of].first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -11,9 +12,10 @@ from ..backends.batched import batch_of
 from ..backends.choose import Choices
 from ..backends.generated import region_of
 from ..backends.host import host_function
-from ..backends.kernels import Kernel, Kernels, Spec
+from ..backends.kernels import NEW, Kernel, Kernels, Spec
 from ..dialects.step import torch_dtype
 from ..dialects.step.control import root_of
+from ..dialects.step.fused import Fused
 from ..dialects.strides import Strides, row_major
 from ..errors import InputError, WholestepError
 from ..ir.builtin import lookup
@@ -28,6 +30,8 @@ from ..transforms.fusion_wishes import Wishes
 from ..transforms.regions import Bodies, Piece, body_of
 from ..transforms.side_updates import runs_beside
 from .aliases import Assignment, assign
+from .joined import Joined
+from .joins import Joins, held_back
 from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
 from .liveness import Graph, build_graph
 from .order import best_order
@@ -40,6 +44,8 @@ from .side import add_waits, hurried, keep_arguments, released, side_launches
 ALIGNMENT = {"cpu": 64, "cuda": 256}
 #: how often a function is flattened until every region has its provider
 ATTEMPTS = 8
+#: marks concatenations that are to be in place while ops become kernels
+HELD = "plan.held"
 _LIFETIMES = {"parameter": "param", "optimizer_state": "opt_state", "batch": "batch", "constant": "constant"}
 _NUMBERS = ("hyper", "fresh", "random_key")
 _EARLY, _LATE, _END = ("forward", "loss"), ("backward", "clip", "update"), ("clip", "update")
@@ -149,15 +155,23 @@ class _Planner:
     ) -> tuple[Flat, Fusion | None]:
         """The launches. Regions that nothing is known of are decided about; those that ATen runs are taken apart."""
         numbers = list(numbers)
+
+        def flat_with(regions: Regions | None, joins: Joins) -> Flat:
+            return flatten(function, self.kernels, numbers, strides, find, alignment, regions, joins)
+
+        joined = Joined(function, self.device, flat_with, alignment, self.whole_updates)
         if self.choices is None:
-            return flatten(function, self.kernels, numbers, strides, find, alignment), None
+            return joined.within_peak(joined), None
+        takes, held = self.choices.takes, held_back(function, self.device)
+        for op in held:
+            op.attributes[HELD] = True
         fusion = fuse(
             function,
             numbers,
             self.pieces,
             self.wishes.forbid,
             lambda op: host_function(op) is not None,
-            self.choices.takes,
+            lambda op: HELD in op.attributes or takes(op),
             recipe=self.wishes.recipe,
             force=self.wishes.force,
             seconds=self.seconds if self.choices.measure and self.device.type == "cuda" else None,
@@ -165,14 +179,22 @@ class _Planner:
             kept=self.choices.objects,
         )
         root = root_of(function)
+        sites = release(function, fusion) if held else {}
         bodies = {name: (lookup(root, name), body.kernel) for name, body in fusion.bodies.items()}
         batches = Batches()
         if any(p.batching for p in self.choices.providers):
             batches = batch(function, fusion, None if self.whole_updates else WAIT, self.wishes.forbid)
         batched = {name: batch_of([bodies[part] for part in parts]) for name, parts in batches.parts.items()}
+        regions = Regions(bodies, self.choices, batched)
+        flat = joined.within_peak(lambda: self.decided(function, joined, regions, fusion, batches), regions)
+        fusion.apart |= {sites[op]: why for op, why in joined.joins.refused.items() if op in sites}
+        return flat, fusion
+
+    def decided(self, function: Op, joined: Joined, regions: Regions, fusion: Fusion, batches: Batches) -> Flat:
+        """The launches once every region has its provider."""
+        assert self.choices is not None
         for attempt in range(ATTEMPTS):
-            regions = Regions(bodies, self.choices, batched)
-            flat = flatten(function, self.kernels, numbers, strides, find, alignment, regions)
+            flat = joined(regions)
             late = attempt >= ATTEMPTS - 3
             if flat.undecided and not late:
                 self.choices.decide(flat.undecided)
@@ -184,11 +206,11 @@ class _Planner:
 
                 unbatch(function, fusion, batches, goes)
                 if not flat.undecided:  # kernels around an anchor come apart before they are taken apart
-                    parts = divide(function, fusion, self.pieces, goes)
-                    bodies |= {name: (lookup(root, name), part.kernel) for name, part in parts.items()}
+                    parts, root = divide(function, fusion, self.pieces, goes), root_of(function)
+                    regions.bodies |= {name: (lookup(root, name), part.kernel) for name, part in parts.items()}
                 dissolve(function, goes)
             else:
-                return flat, fusion
+                return flat
         raise AssertionError("regions are left that nobody runs")
 
     def plan(
@@ -281,6 +303,26 @@ class _Streams:
         return order, found
 
 
+def release(function: Op, fusion: Fusion) -> dict[Op, str]:
+    """Makes concatenations that were kept out of kernels ops of the function again; gives their sites."""
+    root, block = root_of(function), function.regions[0].block
+
+    def is_held(op: Op) -> bool:
+        return any(HELD in inner.attributes for inner in lookup(root, op.callee).regions[0].block)
+
+    for op in block:  # (a recipe has them in no kernel)
+        op.attributes.pop(HELD, None)
+    held = [op for op in block if op.definition is Fused and is_held(op)]
+    names = {op: site for op, (site, *_) in fusion.kernels if op in held}
+    fusion.kernels = [kernel for kernel in fusion.kernels if kernel[0] not in names]
+    fusion.apart |= dict.fromkeys(names.values(), "its parts are written where it lies, so that it costs nothing")
+    dissolve(function, lambda op: op in names)
+    found = [op for op in block if HELD in op.attributes]
+    for op in found:
+        del op.attributes[HELD]
+    return dict(zip(found, [names[op] for op in held], strict=True))
+
+
 def argument_words(function: Op) -> tuple[list[str], list[str]]:
     """What each argument is, by the kinds of slots, and its name; empty where the function does not say."""
     count = len(function.regions[0].block.arguments)
@@ -323,12 +365,18 @@ def fill(
                 flat.layer[launch],
                 flat.body[launch],
                 flat.workspace[launch],
-                0 if (kernel := flat.kernel[launch]) is None else kernel.makes,
+                0 if (kernel := flat.kernel[launch]) is None else made_inside(kernel),
                 waits,
             )
         )
     give_back(plan, flat, graph, found)
     plan.note_uses()
+
+
+def made_inside(kernel: Kernel) -> int:
+    """The most bytes of results that one of a kernel's operators makes by itself, wherever they are copied to."""
+    made = [[kernel.memory[n] for n in step.makes if n >= 0] for step in kernel.steps if step.kind == NEW]
+    return max([sum(prod(spec.shape) * spec.dtype.itemsize for spec in specs) for specs in made], default=0)
 
 
 def give_back(plan: Plan, flat: Flat, graph: Graph, found: Assignment) -> None:

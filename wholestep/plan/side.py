@@ -32,7 +32,8 @@ SHARE = 0.01
 def side_launches(flat: Flat, ops: Sequence[Op]) -> list[int]:
     """Launches that end the step, with those that only they wait for and that compute little.
 
-    Nothing else waits for them: neither by reading what they make nor by writing over what they read.
+    Nothing else waits for them: neither by reading what they make nor by writing over what they read. What writes a
+    part of a concatenation stays with those that write the others.
     """
     readers: dict[int, set[int]] = {}
     for i, reads in enumerate(flat.reads):
@@ -46,7 +47,7 @@ def side_launches(flat: Flat, ops: Sequence[Op]) -> list[int]:
     ]
 
     def free(i: int, side: set[int]) -> bool:
-        return all(readers.get(w, set()) <= side for w in flat.writes[i] if w >= 0)
+        return all(flat.root[w] == w and readers.get(w, set()) <= side for w in flat.writes[i] if w >= 0)
 
     side = {i for i, phase in enumerate(flat.phase) if phase in ENDING and flat.kernel[i] is not None}
     while True:

@@ -32,6 +32,7 @@ from ..backends.kernels import (
     scratch_places,
 )
 from ..dialects.step import constant_value, torch_dtype
+from ..dialects.strides import is_dense
 from ..errors import WholestepError
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan
@@ -67,6 +68,8 @@ class Late:
 
 #: elements of tensors that a GPU copies together: larger ones are copied faster one by one
 TOGETHER = 1 << 21
+#: bytes that a GPU moves at once
+WORD = 16
 
 
 class Made:
@@ -88,12 +91,30 @@ class Made:
                 if out.is_cuda and out.numel() <= TOGETHER and len(self.outs) > 1:
                     outs.append(out)
                     values.append(value)
+                elif out.is_cuda and out.dtype == value.dtype and not is_dense(out.shape, out.stride()):
+                    wide, words = in_words(out), in_words(value)
+                    if wide is not None and words is not None:
+                        wide.copy_(words)
+                    else:
+                        out.copy_(value)
                 else:
                     out.copy_(value)
         if len(outs) == 1:  # of one tensor foreach takes longer
             outs[0].copy_(values[0])
         else:
             foreach_copy(outs, values)
+
+
+def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor as words of 16 bytes, which a GPU copies faster than single elements; None where it is no such words.
+
+    Between tensors that fill their memory alike that makes no difference: those are copied as one stretch.
+    """
+    count = WORD // tensor.element_size()
+    *outer, last = tensor.stride() or (0,)
+    if last != 1 or tensor.shape[-1] % count or tensor.data_ptr() % WORD or any(s % count for s in outer):
+        return None
+    return tensor.view(torch.complex128)
 
 
 class Choice:
@@ -220,17 +241,16 @@ class Cells:
 
     def __init__(self, planned: Planned, device: torch.device, key: torch.device | None = None, room: int = 0):
         self.device = device
-        wanted: dict[torch.dtype, list[int]] = {}
+        wanted: dict[torch.dtype, dict[int, None]] = {}
         buffers = planned.plan.buffers
         for launch, kernel in zip(planned.plan.launches, planned.kernels, strict=True):
             if kernel is None:
                 continue
+            taken = numbers_taken(kernel)
             for position, number in enumerate(launch.reads):
-                if buffers[number].space == "host" and not takes_number(kernel, position):
-                    numbers = wanted.setdefault(torch_dtype(buffers[number].type.element), [])
-                    if number not in numbers:
-                        numbers.append(number)
-        self.numbers = sorted(wanted.items(), key=lambda item: -item[0].itemsize)
+                if buffers[number].space == "host" and position not in taken:
+                    wanted.setdefault(torch_dtype(buffers[number].type.element), {})[number] = None
+        self.numbers = sorted(((d, list(n)) for d, n in wanted.items()), key=lambda item: -item[0].itemsize)
         sizes = [(torch.int64, 3), *((dtype, len(numbers)) for dtype, numbers in self.numbers)]
         cuda = device.type == "cuda"
         size = sum(d.itemsize * n for d, n in sizes)
@@ -481,9 +501,11 @@ class BoundPlan:
         used = [w >= 0 for w in launch.writes]
         offsets, _ = scratch_places(kernel, used, self.plan.alignment)
         tensors: dict[int, torch.Tensor] = {}
+        placed: dict[int, list[int]] = {}  # address -> operands that start there: a batch has hundreds
         for position, number in enumerate(launch.reads):
             if buffers[number].space != "host" or number in memory.cells.tensors:
                 tensors[position] = memory.tensor(number)
+                placed.setdefault(tensors[position].data_ptr(), []).append(position)
         for result, number in zip(kernel.results, launch.writes, strict=True):
             if number < 0 or result < 0:
                 continue
@@ -491,8 +513,8 @@ class BoundPlan:
             if tuple(found.shape) != spec.shape or found.stride() != spec.strides:
                 found = found.as_strided(spec.shape, spec.strides, found.storage_offset())
             tensors[result] = found
-            for position in range(kernel.operands):  # torch compares strides, even those of dimensions of size 1
-                if position in tensors and same_memory(tensors[position], found):
+            for position in placed.get(found.data_ptr(), ()):  # torch compares even strides of dimensions of size 1
+                if same_memory(tensors[position], found):
                     tensors[position] = found
         if launch.workspace >= 0:
             start = buffers[self.plan.owner(launch.workspace)].offset
@@ -661,13 +683,13 @@ def at_launch(error: Exception, launch: Launch, op: Op | None) -> Exception:
     return WholestepError(f"{launch.name} of layer {where}: {error}")
 
 
-def takes_number(kernel: Kernel, operand: int) -> bool:
-    """Whether a kernel takes an operand as a Python number."""
-    found = False
+def numbers_taken(kernel: Kernel) -> set[int]:
+    """The operands that a kernel takes as Python numbers."""
+    found: set[int] = set()
 
     def look(value: Any) -> Any:
-        nonlocal found
-        found = found or value == Number(operand)
+        if isinstance(value, Number):
+            found.add(value.operand)
         return value
 
     for step in kernel.steps:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from ..backends.kernels import Spec
 from ..dialects.step import torch_dtype
 from ..errors import WholestepError
 from ..plan.plan import Buffer, Launch, Plan, aligned
@@ -97,7 +98,9 @@ def alone(plan: Plan, launch: Launch) -> Plan:
             made[number] = len(buffers)
             old = plan.buffers[number]
             buffers.append(Buffer(old.type, old.strides, "arena", "transient", offset=end, op=old.op))
-            end += aligned(old.type.bytes, plan.alignment)
+            # (a part of a concatenation has gaps)
+            spec = Spec(old.type.shape, old.strides, torch_dtype(old.type.element))
+            end += aligned(spec.bytes, plan.alignment)
     one = replace(
         launch,
         reads=tuple([numbers[n] for n in launch.reads]),

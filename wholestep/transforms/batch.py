@@ -129,14 +129,24 @@ class Batcher:
         return found
 
     def member(self, op: Op, ready: int) -> Member:
-        large = {base(v) for v in op.operands if v.type.size > 1}
-        waits = sum(v.type.bytes for v in large if v.op is not None and v.op.phase not in PHASES and self.only(op, v))
+        large = [v for v in op.operands if v.type.size > 1]
+        made = {v for v in large if (maker := base(v).op) is not None and maker.phase not in PHASES}
+        waits = sum(v.type.bytes for v in made if self.only(op, base(v)))
         moved = sum(v.type.bytes for v in (*op.operands, *op.results))
-        return Member(op, self.position[op], ready, self.due(op), waits, moved, large)
+        # other regions may read other parts of a tensor: nothing is written over a part
+        whole = {base(v) for v in large if v.type.size == base(v).type.size}
+        return Member(op, self.position[op], ready, self.due(op), waits, moved, whole)
 
-    def only(self, op: Op, value: Value) -> bool:
-        """Whether nobody else reads a value or a view of it, so that it is kept for this op alone."""
-        return all(self.only(op, user.results[0]) if is_view(user) else user is op for user in value.uses)
+    def only(self, op: Op, value: Value, part: bool = False) -> bool:
+        """Whether nobody but this op reads a value or a view of it, and regions like it that read other parts: so that
+        its part is kept for it alone."""
+        for user in value.uses:
+            if is_view(user):
+                if not self.only(op, user.results[0], part or user.results[0].type.size < value.type.size):
+                    return False
+            elif user is not op and not (part and user.phase in PHASES):
+                return False
+        return True
 
     def due(self, op: Op) -> int:
         """The first op that reads a result, or a view of one."""

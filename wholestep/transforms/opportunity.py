@@ -187,11 +187,15 @@ def take(module: Op, names: Sequence[str], forbid: Sequence[str] = ()) -> list[s
     done: list[str] = []
     for name in names:
         how, places = transformations()[name], sites(module)
-        wanted = [o for o in reversed(how.find(module)) if not o.why_not and not matches(o, forbid)]
-        for opportunity in wanted:
+        for opportunity in possible(module, name, forbid):
             how.apply(places[opportunity.site])
-        done += [o.key for o in wanted]
+            done.append(opportunity.key)
     return done
+
+
+def possible(module: Op, name: str, forbid: Sequence[str] = ()) -> list[Opportunity]:
+    """What is possible and not forbidden of a transformation, the last first."""
+    return [o for o in reversed(transformations()[name].find(module)) if not o.why_not and not matches(o, forbid)]
 
 
 def apply_key(module: Op, key: str) -> str:

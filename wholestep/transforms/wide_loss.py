@@ -75,9 +75,21 @@ def why_not(op: Op) -> str:
     if op.weight is not None or op.label_smoothing:
         return "it looks at all classes: some have weights, or a share of the target"
     gradient = gradient_of(op)
-    if gradient is None or gradient.x is not op.x or gradient.parent is not op.parent:
+    if gradient is None or not alike(gradient.x, op.x) or gradient.parent is not op.parent:
         return "its gradient is not in this program, or reads something else"
     return ""
+
+
+def alike(x: Value, y: Value) -> bool:
+    """Whether two values are the same one, or the same casts, reshapes and cuts of it, done again for backward."""
+    if x is y or x.op is None or y.op is None:
+        return x is y
+    same = x.op.definition is y.op.definition and x.op.definition in (*BETWEEN, Slice)
+    return same and x.type == y.type and options_of(x.op) == options_of(y.op) and alike(*x.op.operands, *y.op.operands)
+
+
+def options_of(op: Op) -> tuple[object, ...]:
+    return (op.start, op.stride, op.dim) if op.definition is Slice else ()
 
 
 def cut_of(x: Value) -> Op | None:

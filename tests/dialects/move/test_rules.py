@@ -160,6 +160,34 @@ def test_a_part_is_missing() -> None:
     )
 
 
+def heads(offset: int = 16, order: tuple[int, int] = (0, 1)) -> PlanBuilder:
+    """Two parts of rows of 8, each written as [batch, heads, rows, columns] and seen as [rows, columns] as well; what
+    makes the second reads the first."""
+    plan, x = start()
+    both = plan.alloc("both", shape=(2, 3, 8), lifetime="output")
+    left = plan.view("left", both, (2, 2, 3, 2), 0, (24, 2, 8, 1))
+    right = plan.view("right", both, (2, 2, 3, 2), offset, (24, 2, 8, 1))
+    rows = plan.view("rows", both, (6, 4), 0, (8, 1))
+    launches = [([x], [left]), ([rows], [right])]
+    for number in order:
+        plan.launch(*launches[number], layer=("left", "right")[number])
+    plan.finish(both)
+    return plan
+
+
+def test_parts_may_have_more_dimensions_than_the_whole() -> None:
+    m.verify_plan(heads().module)
+    assert "reads buffer %rows (tensor<6x4xf32>, output) before it is written" in problem(heads(order=(1, 0)))
+    for offset in (8, 12):
+        assert "in the same memory" in problem(heads(offset))
+
+
+def test_what_is_given_back_is_written_whole() -> None:
+    plan = heads()
+    next(op for op in plan.module.regions[0].block.first.regions[0].block if op.loc.layer == "right").erase()
+    assert "it gives back buffer %both (tensor<2x3x8xf32>, output), which is written only in part" in problem(plan)
+
+
 def test_a_part_may_be_read_before_the_other_is_written() -> None:
     plan, x = start()
     both = plan.alloc("both", shape=(4, 4))

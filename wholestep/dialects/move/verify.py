@@ -17,7 +17,7 @@ from .flat import Flat, Version, flatten, plans
 from .order import Order, check_tokens
 from .overlap import check_overlap
 from .tensor_phase import check_tensor_phase
-from .writes import overlapping_writes
+from .writes import SeenWrites, are_apart, overlapping_writes
 
 PHASES = ("tensor", "ordered", "placed")
 
@@ -54,6 +54,7 @@ def check_order(flat: Flat, units: list[str], placed: bool) -> None:
         check_writes(flat, version)
         check_reads(flat, order, version)
         check_taken(flat, order, version)
+    check_given_back(flat)
     check_joined(flat, order, units)
     if placed:
         check_placement(flat)
@@ -184,16 +185,12 @@ def check_in_place(flat: Flat) -> None:
             at.setdefault(flat.storage(buffer), []).append(i)
         for j, buffer in enumerate(writes):
             for i in at.get(flat.storage(buffer), ()):
-                if (j, i) in declared or not _meet(flat.span(buffer), flat.span(reads[i])):
+                if (j, i) in declared or are_apart(flat, buffer, reads[i]):
                     continue
                 if any(w == j and flat.region(reads[r]) == flat.region(reads[i]) for w, r in declared):
                     continue  # the same elements once more, as in x * x
                 problem = f"{flat.action(number)} reads {flat.name(reads[i])} and writes {flat.name(buffer)}"
                 raise InvalidOp(op, f"{problem} in the same memory, which its in_place does not say")
-
-
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return max(one[0], other[0]) < min(one[1], other[1])
 
 
 def _check_pair(flat: Flat, number: int, write: int, read: int) -> None:
@@ -229,23 +226,38 @@ def check_reads(flat: Flat, order: Order, version: Version) -> None:
     if version.given:
         return
     writes = version.writes
-    if version.given_back and not writes:
-        assert flat.result is not None
-        raise InvalidOp(flat.result, f"it gives back {flat.name(version.buffer)}, which nothing writes")
     if not version.reads:
         return
     complete = sum([flat.type(b).bytes for _, b in writes]) == flat.type(version.buffer).bytes
     last = order.last(action for action, _ in writes)
-    regions = {flat.region(b): a for a, b in writes} if len(writes) > 1 or not complete else {}
+    shown = SeenWrites(flat, version) if writes and (len(writes) > 1 or not complete) else None
     for action, buffer in version.reads:
-        own = regions.get(flat.region(buffer)) if regions else None
-        needed = last.values() if own is None else (own,)
+        seen = None
+        if shown is not None and not (complete and buffer == version.buffer):
+            seen = shown(buffer)
+        needed, covered = (last.values(), complete) if seen is None else (order.last(seen[0]).values(), seen[1])
         late = next((w for w in needed if not order.before(w, action)), None)
         if late is not None:
             raise InvalidOp(flat.actions[action], _not_yet(flat, order, action, buffer, late))
-        if not writes or (own is None and not complete):
-            what = "nothing writes" if not writes else "is written only in part"
+        if not writes or not covered:
+            what = "nothing writes" if not needed else "is written only in part"
             raise InvalidOp(flat.actions[action], f"{flat.action(action)} reads {flat.name(buffer)}, which {what}")
+
+
+def check_given_back(flat: Flat) -> None:
+    """What is given back is there, all of it."""
+    if flat.result is None:
+        return
+    number = {value: buffer for buffer, value in enumerate(flat.values)}
+    for value in flat.result.operands:
+        buffer = number[value]
+        version = flat.versions[flat.version[buffer]]
+        if version.given or (len(version.writes) == 1 and version.writes[0][1] == version.buffer):
+            continue
+        seen = SeenWrites(flat, version)(buffer) if version.writes else ([], False)
+        if seen is None or not seen[1]:
+            what = "is written only in part" if seen is None or seen[0] else "nothing writes"
+            raise InvalidOp(flat.result, f"it gives back {flat.name(buffer)}, which {what}")
 
 
 def _not_yet(flat: Flat, order: Order, reader: int, buffer: int, writer: int) -> str:
