@@ -198,8 +198,11 @@ def plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, CastBytes) else value
 
 
-def report_of(step: Any) -> Report:
-    """The report of a `TrainStep` on the program it used last."""
+def report_of(step: Any, eager: bool = True) -> Report:
+    """The report of a `TrainStep` on the program it used last.
+
+    eager: also what eager training would cast. It runs with fake tensors for that, op by op: up to a minute.
+    """
     compiled = step._compiled
     program = compiled.program
     low = program.policy.low
@@ -222,7 +225,7 @@ def report_of(step: Any) -> Report:
         padding=step._padding.description() if step._padding is not None else "",
         precision=precision_by_group(program.module),
         casts=program_casts(compiled.executable) if low is not None else None,
-        autocast=autocast_of(step, low) if low is not None else None,
+        autocast=autocast_of(step, low) if eager and low is not None else None,
         state=state_sizes(step),
         movement=movement,
         kernels=kernels_report(movement, step.choices if compiled.static is not None else None),
