@@ -190,13 +190,17 @@ PRINTER = """
 import sys, torch
 import wholestep as ws
 from wholestep.ir import print_op
+from wholestep.plan import plan_to_module
+from tests.transforms.test_fuse import fingerprint
 from tests.zoo import ZOO
 torch.set_num_threads(1)
+print(fingerprint())
 for name in sys.argv[1:]:
     model, batch = ZOO[name].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = ws.compile(model, ZOO[name].loss_fn, optimizer, batch, clip_norm=1.0)
     print(print_op(step.program(), locations=True))
+    print(plan_to_module(step.plan()))
 """
 
 
@@ -205,11 +209,11 @@ DETERMINISTIC = ("unet", "in-place")
 
 @pytest.mark.slow
 def test_same_text_under_any_hash_seed():
-    """A process with a hash seed of its own prints what one prints that has another."""
+    """A process with a hash seed of its own prints the programs, plans and fusions of one that has another."""
     program = ["-c", PRINTER, *DETERMINISTIC]
     environment = os.environ | {"PYTHONHASHSEED": "4242", "OMP_NUM_THREADS": "1"}
     other = subprocess.run([sys.executable, *program], cwd=warm.ROOT, env=environment, capture_output=True, text=True)
     own = warm.run(program, os.environ)
     assert other.returncode == own.returncode == 0, (other.stderr + own.stderr)[-2000:]
-    assert len(own.stdout) > 10_000
+    assert len(own.stdout) > 10_000 and "move.launch" in own.stdout
     assert own.stdout == other.stdout

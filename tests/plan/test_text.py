@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.plan.networks import Case, convnet, gpt
-from wholestep.dialects import context, reference
+from wholestep.dialects import reference
 from wholestep.dialects.move import verify_plan
 from wholestep.errors import SavedStepError
-from wholestep.ir.builtin import lookup
-from wholestep.ir.parser import parse
-from wholestep.ir.printer import print_op
 from wholestep.plan import Plan, describe_changes, load, module_to_plan, plan_function, plan_to_module, save
 
 
@@ -102,29 +96,6 @@ def test_differences_in_words(case: Case, plan: Plan) -> None:
     told = describe_changes(plan_of(case, reorder=False), plan)
     assert "order: program -> " in told and "launches stand elsewhere" in told and "arena: " in told
     assert "different programs" in describe_changes(plan, plan_of(Case(convnet(), "sgd")))
-
-
-SCRIPT = """
-import sys
-from wholestep.dialects import context
-from wholestep.ir.builtin import lookup
-from wholestep.ir.parser import parse
-from wholestep.plan import plan_function, plan_to_module
-print(plan_to_module(plan_function(lookup(parse(sys.stdin.read(), context()), sys.argv[1]))[0]))
-"""
-
-
-def test_same_plan_under_any_hash_seed() -> None:
-    """Another process with a hash seed of its own makes the plan that this one makes."""
-    program = Case(convnet(), precision="bf16").program
-    name, text = program.function.attributes["sym_name"], print_op(program.module)
-    env = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, name]
-    done = subprocess.run(command, input=text, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    again = plan_function(lookup(parse(text, context()), name))[0]
-    assert done.stdout == f"{plan_to_module(again)}\n"
-    assert "move.launch" in done.stdout
 
 
 def test_mlir_opt_accepts_plans(plan: Plan, mlir_opt: str, tmp_path: Path) -> None:

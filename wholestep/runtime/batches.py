@@ -46,7 +46,7 @@ def flattened(batch: Any) -> tuple[list[torch.Tensor], list[str], Any]:
 def form_of(batch: Any) -> Any:
     """A batch of the same nesting, shapes and types, with zeros that take no memory: the user's own may go."""
     tensors, _, structure = flattened(batch)
-    return unflatten(structure, [t.new_zeros(()).expand(t.shape) for t in tensors])
+    return unflatten(structure, [torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in tensors])
 
 
 def signature(tensors: list[torch.Tensor]) -> Signature:
