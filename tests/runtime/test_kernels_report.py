@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -63,8 +64,13 @@ def test_why_not_asks_for_ops_that_are_there():
     assert compiled(providers=["aten"]).why_not(GELU, NORM).startswith("nothing is fused in this step: only ATen")
 
 
-def test_why_not_where_aten_is_faster():
-    step = compiled(tune=True)  # the reference is slow
+def test_why_not_where_aten_is_faster(monkeypatch):
+    def slow(region):
+        run = launcher(region)
+        return lambda *tensors: (time.sleep(0.02), run(*tensors))[1]
+
+    monkeypatch.setattr(Loops, "build", lambda self, offers, report=None: {o.key: slow(o.made) for o in offers})
+    step = compiled(tune=True)
     assert "loops" not in {launch.provider for launch in step.plan().launches}
     sentence = step.why_not(GELU, NORM)
     assert (
