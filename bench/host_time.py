@@ -2,7 +2,8 @@
 
 `python bench/host_time.py [network] [size]`, in about a minute; bench/results/host_time.md holds the record.
 First: 20 steps with another batch each, dropout, and other learning rates from step 10 on, from one checkpoint: the
-long way twice (does a step repeat itself?), then by one call. Then microseconds from call to return, alone and in rows.
+long way twice (does a step repeat itself?), then by one call. Then microseconds from call to return, alone and in rows:
+each line repeats its call as often as LINE seconds of the GPU allow.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import wholestep as ws
 from wholestep.bench.workload import Case, Workload, build
 
 STEPS, CHANGED = 20, 10
+#: seconds that a line may take, about, and how often it calls alone at most and at least
+LINE, MOST, LEAST = 3.0, 200, 16
 
 
 def compiled(work: Workload, drop: float) -> tuple[Any, Any]:
@@ -107,9 +110,9 @@ def alone(call: Callable[[], Any], times: int) -> str:
     return f"{found[times // 2] * 1e6:6.1f} (p10 {found[times // 10] * 1e6:.1f})"
 
 
-def in_a_row(call: Callable[[], Any], count: int) -> str:
+def in_a_row(call: Callable[[], Any], count: int, times: int) -> str:
     found = []
-    for _ in range(30):
+    for _ in range(times):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):
@@ -118,8 +121,16 @@ def in_a_row(call: Callable[[], Any], count: int) -> str:
     return f"{statistics.median(found) * 1e6:6.1f}"
 
 
-def show(name: str, call: Callable[[], Any], times: int = 200) -> None:
-    print(f"{name:44s} alone {alone(call, times)}   row of 8 {in_a_row(call, 8)}   row of 2 {in_a_row(call, 2)}")
+def show(name: str, call: Callable[[], Any]) -> None:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    calls = LINE / (time.perf_counter() - start)  # what they run on the GPU included
+    rows = min(30, max(4, int(calls / 20)))
+    alones = min(MOST, max(LEAST, int(calls / 2)))
+    found = alone(call, alones), in_a_row(call, 8, rows), in_a_row(call, 2, rows)
+    print(f"{name:44s} alone {found[0]}   row of 8 {found[1]}   row of 2 {found[2]}", flush=True)
 
 
 def times(work: Workload) -> None:
@@ -142,20 +153,20 @@ def times(work: Workload) -> None:
     show("  with a new lr each time (setting it included)", with_new_lr)
     if again is not None:
         parts(inner, again, batch)
-    show("graph.replay() of torch", inner.static.graph.graph.replay, 60)
+    show("graph.replay() of torch", inner.static.graph.graph.replay)
     torch.cuda.synchronize()
     step._again, step._repeatable = None, lambda *_: None
     show("STEP the long way", lambda: step(*batch))
 
 
 def parts(inner: Any, again: Any, batch: Any) -> None:
-    tensors, results = again.flat(batch, {}), [torch.empty_like(t) for t in again.results]
-    show("  Replay.__call__", lambda: again(batch, {}))
-    show("   the one call of C++", lambda: again._call(again._at, tensors, results, False))
-    show("   empty_like of results", lambda: [torch.empty_like(t) for t in again.results])
+    named: dict[str, Any] = {}
+    batch = tuple(batch)
+    show("  the one call of C++", lambda: again.once(batch, named, again.new_results()))
+    show("   results of a step, made ahead", again.new_results)
     snapshot = inner.snapshot
-    checks = {"tensors": snapshot.tensors, "tables": snapshot.untouched, "groups": snapshot.untouched_groups}
-    for name, check in checks.items():
+    checks = {"tensors": snapshot.tensors, "tables": snapshot.untouched, "groups": again.groups}
+    for name, check in (checks | {"versions": again.counted}).items():
         if check is not None:
             show(f"   check of {name}", check.same)
     driver, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
@@ -166,7 +177,7 @@ def parts(inner: Any, again: Any, batch: Any) -> None:
         f"   driver: numbers to the device ({given.size} B)",
         lambda: copy_in(given.there, given.ring, given.size, stream),
     )
-    show("   driver: the graph's launch", lambda: launch(given.graph, stream), 60)
+    show("   driver: the graph's launch", lambda: launch(given.graph, stream))
 
 
 def main() -> None:

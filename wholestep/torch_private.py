@@ -142,6 +142,15 @@ def functions_of_torch() -> list[int]:
     return addresses([*found, library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"]])
 
 
+def thread_functions() -> list[int]:
+    """Addresses of C++ functions that ask for the state of a thread: whether somebody observes its calls (a profiler),
+    whether autocast is on for a kind of device, whether inference mode is.
+    """
+    tensors, core = torch_library("libtorch_cpu.so"), torch_library("libc10.so")
+    names = ("_ZN2at12hasCallbacksEv", "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE")
+    return addresses([*(tensors[name] for name in names), core["_ZN3c1013InferenceMode10is_enabledEv"]])
+
+
 def tensor_functions() -> list[int]:
     """Addresses of C++ functions that read a tensor: address, dimensions, strides, version, whether it trains.
 

@@ -16,7 +16,7 @@ TWELVE = (*NAMES, "wide_resnet50_2", "mobilenet_v2", "mlp_mixer", "fcn_resnet50"
 #: those that have a twin in plain JAX
 IN_JAX = ("gpt2", "resnet50")
 #: those that have a size for CPUs
-ON_CPU = ("gpt2", "bert_large", "vit", "resnet50", "efficientnet_b0", "dlrm")
+ON_CPU = ("gpt2", "bert_large", "vit", "resnet50", "efficientnet_b0", "mobilenet_v2", "dlrm")
 
 
 def build(name: str, size: str = "full", device: str = "cpu") -> Network:

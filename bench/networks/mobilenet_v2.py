@@ -25,6 +25,7 @@ STAGES: tuple[Stage, ...] = (
 DIMENSIONS: dict[str, tuple[int, int, int, int, tuple[Stage, ...], int]] = {
     "full": (256, 224, 1000, 32, STAGES, 1280),
     "few": (8, 224, 1000, 32, STAGES, 1280),
+    "cpu": (8, 64, 100, 32, STAGES, 1280),
     "small": (16, 32, 10, 8, ((1, 8, 1, 1), (4, 12, 2, 2)), 32),
     "tiny": (4, 8, 5, 4, ((1, 4, 1, 1), (2, 6, 2, 2)), 8),
 }

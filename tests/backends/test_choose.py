@@ -19,7 +19,7 @@ from torch import nn
 
 import wholestep as ws
 from tests import warm
-from tests.dialects.loop.provider import registered
+from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import adamw, data, fresh
 from wholestep.backends import choose, providers
 from wholestep.backends.choose import Choices
@@ -243,6 +243,15 @@ def test_a_choice_is_kept_and_used_without_timing(tmp_path: Path, timings: list[
     larger = region(rows=9)
     again.decide([larger])
     assert len(timings) == 9 and larger.key != wanted.key
+
+
+def test_the_time_of_a_product_is_kept(tmp_path: Path, timings: list[int]) -> None:
+    """What is joined by the clock is the same in the next compile."""
+    product = region(build=lambda b, x, y: b.contract(x, y, spec="ik,jk->ij"))
+    seconds = Choices(CPU, [SlowAten(), Sole()], Store("machine", tmp_path)).times([product, region()])
+    assert len(timings) == 3
+    assert Choices(CPU, [SlowAten(), Sole()], Store("machine", tmp_path)).times([product, region()]) == seconds
+    assert len(timings) == 3
 
 
 def test_a_winner_that_is_gone_is_measured_again(tmp_path: Path, timings: list[int]) -> None:
@@ -535,6 +544,21 @@ def test_a_step_with_a_bad_provider_is_right(how: str, tmp_path: Path, monkeypat
     torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
     for name, tensor in state.items():
         torch.testing.assert_close(own[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_compile_gives_the_program_of_the_first(
+    tmp_path: Path, timings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernels in the same order at the same addresses, and nothing is timed."""
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    with registered(LoopReference):
+        true, _, first = losses(providers=["aten", "loops"])
+        timed = len(timings)
+        found, _, again = losses(providers=["aten", "loops"])
+    assert len(timings) == timed > 0
+    assert found == true and again.plan() == first.plan() and again.recipe == first.recipe
+    one, other = ({k: (c.provider, c.offer) for k, c in s.choices.known.items()} for s in (first, again))  # type: ignore[union-attr]
+    assert one == other
 
 
 TUNE = """

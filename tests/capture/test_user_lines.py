@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,20 +38,34 @@ class Outer(nn.Module):
         return (y * y).sum(1)
 
 
+@torch.enable_grad()
 def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).mean()  # (no `forward` of the user's is on the stack of the mean)
+    loss = helper(model(x))
+    return loss.mean()
 
 
-def lines() -> list[str]:
-    return [f"{op.name} {op.loc}" for op in capture(Outer(), mean, (torch.randn(3, 4),)).function.walk()]
+def lines(loss_fn: Any = mean) -> list[str]:
+    return [f"{op.name} {op.loc}" for op in capture(Outer(), loss_fn, (torch.randn(3, 4),)).function.walk()]
 
 
 def test_lines_are_those_of_the_whole_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lines()
-    here = [line for line in found if Path(__file__).name in line]
+    first = mean.__wrapped__.__code__.co_firstlineno
+    loss = [line for line in found if line.endswith((f":{first + 2}", f":{first + 3}"))]
+    assert [line.split()[0] for line in loss] == ["step.exp", "step.constant", "step.add", "step.mean"]
+    here = [line for line in found if Path(__file__).name in line and line not in loss]
     assert len(here) > 5 and len({line.rpartition(":")[2] for line in here}) == 3  # one line of Inner, two of Outer
-    monkeypatch.setattr(export, "user_lines_only", nullcontext)
-    assert lines() == found
+    monkeypatch.setattr(export, "user_lines_only", nullcontext)  # it has no lines of loss functions
+    whole = lines()
+    assert [line for line in found if line not in loss] == [line for line in whole if "export.py" not in line]
+    assert sum("export.py" in line for line in whole) == len(loss)
+
+
+def test_losses_of_torch_are_at_lines_of_torch() -> None:
+    batch = (torch.randn(3, 4), torch.randn(3, 4))
+    for loss_fn, file in ((nn.functional.mse_loss, "functional.py"), (nn.MSELoss(), "loss.py")):
+        ops = capture(nn.Linear(4, 4), loss_fn, batch).function.regions[0].block
+        assert {Path(op.loc.file).name for op in ops if not op.definition.terminator} == {"linear.py", file}
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -25,7 +25,7 @@ from wholestep.plan.launches import flatten
 from wholestep.plan.plan import Launch, Plan
 from wholestep.plan.planner import Planned, planned_function
 from wholestep.plan.text import module_to_plan, plan_to_module
-from wholestep.runtime.bound import in_words
+from wholestep.runtime.calls import in_words
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import join_slices  # noqa: F401  (it registers)
 from wholestep.transforms.opportunity import take

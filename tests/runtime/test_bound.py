@@ -10,7 +10,8 @@ import torch
 
 from wholestep.ir.types import F32, TensorType
 from wholestep.plan.plan import Buffer, Launch
-from wholestep.runtime.bound import Cells, HostCall, HostNumbers
+from wholestep.runtime.cells import Cells
+from wholestep.runtime.host_numbers import HostCall, HostNumbers
 
 
 def test_what_no_counter_changes_is_computed_when_its_numbers_change() -> None:

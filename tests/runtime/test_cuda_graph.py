@@ -22,7 +22,8 @@ from wholestep.ir.types import F32, TensorType
 from wholestep.plan.planner import Planned, planned_function
 from wholestep.plan.side import SIDE
 from wholestep.runtime import cuda_graph
-from wholestep.runtime.bound import Beside, BoundPlan
+from wholestep.runtime.bound import BoundPlan
+from wholestep.runtime.calls import Beside
 from wholestep.runtime.cuda_graph import MOST_CAPTURES, SLACK, Graphed
 from wholestep.runtime.graph_nodes import DriverError
 from wholestep.transforms.side_updates import MARK
@@ -86,7 +87,11 @@ def device(monkeypatch) -> Device:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda where: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda where: {"allocated_bytes.all.allocated": it.handed_out})
+
+    def stats(where: torch.device) -> dict[str, Any]:
+        return {"allocated_bytes": {"all": {"allocated": it.handed_out}}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     return it
 
 

@@ -24,12 +24,12 @@ from wholestep.backends.host import HOST, _divide
 from wholestep.errors import InputError
 from wholestep.plan.launches import _Flattener
 from wholestep.runtime import counters, record, replay_source, train_step
-from wholestep.runtime.bound import Cells
+from wholestep.runtime.cells import Cells
 from wholestep.runtime.cuda_graph import Graphed
 from wholestep.runtime.graph_nodes import DriverError
-from wholestep.runtime.replay import Arguments, Operation, Replay, native_replay
+from wholestep.runtime.replay import Arguments, Operation, Replay, functions_of_python, native_replay
 from wholestep.runtime.train_step import TrainStep
-from wholestep.torch_private import functions_of_torch
+from wholestep.torch_private import functions_of_torch, thread_functions
 
 P, N = ctypes.c_void_p, ctypes.c_size_t
 
@@ -133,15 +133,17 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.T
 class Run:
     """A compiled step that runs as a graph on the stand-in from its second step on, by one call or the long way."""
 
-    def __init__(self, again: bool = True, optimizer: Any = torch.optim.AdamW, **options: Any) -> None:
+    def __init__(
+        self, again: bool = True, optimizer: Any = torch.optim.AdamW, named: bool = False, **options: Any
+    ) -> None:
         self.drivers: list[Driver] = []
         self.model = fresh(Network)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         torch.manual_seed(3)
-        batch = data(8, 4), data(8, 2)
+        batch: Any = {"x": data(8, 4), "y": data(8, 2)} if named else (data(8, 4), data(8, 2))
         self.step = ws.compile(self.model, loss_of, self.optimizer, batch, providers=["aten"], level=1, **options)
         self.step._repeatable = self.repeatable if again else lambda compiled, static: None
-        self.number = 0
+        self.number, self.named = 0, named
         self.results: list[torch.Tensor] = []
 
     def repeatable(self, compiled: Any, static: Any) -> Replay | None:
@@ -151,7 +153,8 @@ class Run:
         for _ in range(times):
             self.number += 1
             x, y = data(8, 4, seed=self.number), data(8, 2, seed=100 + self.number)
-            self.results += self.step(x.t().contiguous().t() if strided else x, y)
+            x = x.t().contiguous().t() if strided else x
+            self.results += self.step(**{"x": x, "y": y}) if self.named else self.step(x, y)
             static = self.step._compiled.static
             if static.graph is None:
                 static.graph = Graphed(static.bound)
@@ -272,10 +275,70 @@ def test_what_the_driver_and_the_memory_ask_for():
     with pytest.raises(InputError, match=r"batch.* is torch\.float64"):
         run.step(data(8, 4).double(), data(8, 2))
     run(2)
-    assert 4 < calls_of_python(run) < 12
+    assert 1 < calls_of_python(run) < 6
     driver.fails["launch"] = 719
     with pytest.raises(DriverError, match="the graph of the step: cuGraphLaunch failed with CUDA error 719"):
         run(1)
+
+
+def test_other_learning_rates_are_taken_over_by_one_call():
+    again, long = Run(), Run(again=False)
+    for run in (again, long):
+        run(4)
+    settings = [{"lr": 0.02}, {"lr": 0.05}, {"lr": 1}, {"lr": 0.05}, {"lr": 0.02, "eps": 1e-6}, {"lr": 0.02}]
+    for number, setting in enumerate(settings):
+        for run in (again, long):
+            run.optimizer.param_groups[0].update(setting)
+        # what is no float, or not the learning rate alone, is read by Python
+        assert (calls_of_python(again) < 6) == (number in (0, 1, 3, 5)), setting
+        long(1)
+        assert same(again, long), setting
+        assert again.step._again is not None
+
+
+def test_what_torch_is_asked_before_a_step_goes_by_one_call():
+    again, long = Run(), Run(again=False)
+    for run in (again, long):
+        run(4)
+        with torch.inference_mode():
+            run(20)  # more than results are made ahead for
+        assert not any(t.is_inference() for t in run.results)
+        with torch.autocast("cpu"), pytest.raises(InputError, match="autocast"):
+            run(1)
+        with torch.profiler.profile() as profile:
+            run(1)
+        assert "wholestep.step" in [event.name for event in profile.events()]
+        assert run.step.last.outputs[1] is run.results[-1] and run.step.last is run.step.last
+        run.number -= 1  # the step that was refused
+    assert again.driver.called.count("launch") == 23
+    assert same(again, long) and len({t.data_ptr() for t in again.results}) == len(again.results)
+
+
+def test_one_call_leaves_a_step_to_who_has_its_lock_and_to_its_own_process():
+    run = Run()
+    run(4)
+    again, batch = run.step._again, (data(8, 4), data(8, 2))
+    with run.step._lock, run.step._lock:
+        assert again.once(batch, {}, again.new_results()) == replay_source.IN_TURN
+    again._arguments.owner += 1
+    assert again.once(batch, {}, again.new_results()) == replay_source.CHANGED
+    again._arguments.owner -= 1
+    assert again.once(batch, {}, again.new_results()) == replay_source.DONE
+
+
+def test_a_batch_of_names_goes_by_one_call():
+    run, plain = Run(named=True), Run()
+    run(4)
+    plain(6)
+    x, y = data(8, 4, seed=5), data(8, 2, seed=105)
+    run.results += run.step(y=y, x=x)
+    batch = {"y": data(8, 2, seed=106), "x": data(8, 4, seed=6)}
+    run.results += run.step(batch)
+    run.number = plain.number
+    assert run.driver.called.count("launch") == 4 and same(run, plain)
+    for wrong in ({"x": x}, {"x": x, "y": y, "z": x}, {"x": x, "z": y}):
+        with pytest.raises(InputError):
+            run.step(**wrong)
 
 
 def test_launches_that_are_looked_at_run_one_by_one():
@@ -326,8 +389,8 @@ def computed(operations: list[Operation]) -> list[float]:
     """The registers after a step that only computes."""
     driver, native, graph = Driver(torch.device("cpu")), record.native(), Graph(lambda: None)
     assert not isinstance(native, str)
-    functions = [native.functions[2], *functions_of_torch(), record.address_of(ctypes.pythonapi["getpid"])]
-    arguments = Arguments(*functions, *driver.functions)
+    functions = [*functions_of_python(), *functions_of_torch(), *thread_functions()]
+    arguments = Arguments(*functions, record.address_of(ctypes.pythonapi["getpid"]), *driver.functions)
     groups, step, ring = record.record(record.Subjects()), ctypes.c_int64(), driver.pinned(2048)
     registers = (ctypes.c_double * (len(NUMBERS) + len(operations)))(*NUMBERS)
     array = (Operation * len(operations))(*operations)
@@ -336,5 +399,5 @@ def computed(operations: list[Operation]) -> list[float]:
     arguments.ring = arguments.there = ring.data_ptr()
     arguments.operations, arguments.operation = len(operations), ctypes.addressof(array)
     arguments.registers = ctypes.addressof(registers)
-    assert native_replay()(ctypes.addressof(arguments), [], [], False) == replay_source.DONE and step.value == 1
+    assert native_replay(arguments)((), {}, [], False) == replay_source.DONE and step.value == 1
     return list(registers)

@@ -15,8 +15,8 @@ from torch import nn
 import wholestep as ws
 from tests.runtime.runs import Perceptron, adamw, data, eager_step, fresh, sgd, squares
 from wholestep.errors import InputError, MemoryBudgetError
-from wholestep.runtime.bound import HostCall, HostNumbers
 from wholestep.runtime.counters import Counters
+from wholestep.runtime.host_numbers import HostCall, HostNumbers
 from wholestep.runtime.record import native
 from wholestep.runtime.static import StaticStep, check_fits
 from wholestep.torch_private import TorchDispatchMode

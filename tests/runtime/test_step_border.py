@@ -20,7 +20,8 @@ import wholestep as ws
 from tests.conftest import ROOT
 from tests.runtime.runs import Body, adamw, assert_same, data, fresh, sgd, squares
 from wholestep.errors import CaptureError, InputError, OptimizerError, WholestepError
-from wholestep.runtime.bound import BoundPlan, Late, Made
+from wholestep.runtime.bound import BoundPlan
+from wholestep.runtime.calls import Late, Made
 from wholestep.runtime.signals import Uninterrupted
 
 X = data(6, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import setitem
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def walker(request, monkeypatch):
     elif isinstance(found := records.native(), str):
         pytest.skip(found)
     elif request.param == "C++ through torch":
-        walker = records.Walker(found.call, found.functions, found.inside, found.tag, (0, 0, 0))
+        walker = found._replace(places=records.Places(), watch=None)
         monkeypatch.setattr(records, "native", lambda: walker)
     return PlainRecord if request.param == "Python" else NativeRecord
 
@@ -62,6 +63,11 @@ CHANGES = {
     "moved": lambda p: assign(p.model[0].weight, p.model[0].weight.data.clone()),
     "exchanged": lambda p: torch.utils.swap_tensors(p.model[0].weight, nn.Parameter(torch.ones(4, 4))),
     "laid otherwise": lambda p: assign(p.model[0].weight, p.model[0].weight.data.t()),
+    "storage moved": lambda p: p.model[0].weight.untyped_storage().resize_(1 << 20),
+    "other storage": lambda p: p.state["exp_avg"].set_(torch.ones(4, 4)),
+    "other place": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].data.as_strided((3, 4), (4, 1), 4)),
+    "more dimensions": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].data.unsqueeze(-1)),
+    "vector at another place": lambda p: assign(p.model[0].bias, p.model[0].bias.data[1:]),
     "state moved": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].clone()),
     "state laid otherwise": lambda p: assign(p.state["exp_avg"], p.state["exp_avg"].data.t()),
     "counter replaced": lambda p: replace(p.state, "step"),
@@ -156,6 +162,42 @@ def test_a_table_that_grows_is_noticed_wherever_it_is(walker):
         assert kept.same()
         del table["more"]
         assert not kept.same()
+
+
+def test_a_tensor_of_many_dimensions_is_looked_at(walker):
+    tensor = torch.zeros(2, 2, 2, 2, 2, 2, 2)
+    kept = record(Subjects(laid=[tensor]))
+    assert kept.same()
+    tensor.data = tensor.data.transpose(0, 6)
+    assert not kept.same()
+
+
+def test_training_is_looked_at_however_it_comes(walker):
+    plain, known, trained = torch.zeros(2), torch.zeros(2, requires_grad=True).requires_grad_(False), torch.zeros(2)
+    kept = record(Subjects(trained=[plain, known, trained.requires_grad_()]))
+    assert kept.same()
+    for tensor in (plain, known):
+        tensor.add_(trained)  # a result of autograd from now on, which no flag says
+        assert not kept.same()
+        kept.keep()
+        assert kept.same()
+    trained.requires_grad_(False)
+    assert not kept.same()
+
+
+def test_quiet_tables_are_told_apart(walker):
+    """Python tells that some table has changed; which records that concerns is looked up."""
+    one, other = [{"a": 1}, {}], [{"b": 1}]
+    kept = [record(Subjects(tagged=tables, quiet=True)) for tables in (one, other)]
+    if walker is PlainRecord:
+        assert not kept[0].same()  # there Python does not count changes: the slow look decides
+        return
+    assert kept[0].same() and kept[1].same()
+    for change in (lambda: one[1].update(c=1), lambda: one[0].pop("a"), one[1].clear, lambda: setitem(one[0], "a", 1)):
+        change()
+        assert [k.same() for k in kept] == [False, True] == [k.same() for k in kept]
+        kept[0].keep()
+        assert kept[0].same()
 
 
 def test_a_tensor_that_cannot_be_read_is_never_the_same():

@@ -261,6 +261,6 @@ def test_long_programs_cost_no_more_per_op(monkeypatch: pytest.MonkeyPatch) -> N
         verify(root_of(function))
         return seen, len(ops_of(function))
 
-    (some, _), (more, left) = work(1000), work(4100)  # 5 ops each: 5,000 and 20,500
+    (some, _), (more, left) = work(300), work(1230)  # 5 ops each: 1,500 and 6,150
     assert more < 4.6 * some
-    assert left < 3 * 4100
+    assert left < 3 * 1230

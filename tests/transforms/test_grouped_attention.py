@@ -17,7 +17,7 @@ from wholestep.ir.passes import run_pipeline
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.grouped_attention import take_where_kernels_allow
-from wholestep.transforms.opportunity import apply_key, transformations
+from wholestep.transforms.opportunity import apply_key, opportunities, transformations
 
 CPU = torch.device("cpu")
 HEADS, WIDTH, BATCH, LENGTH = 6, 4, 2, 5
@@ -148,4 +148,8 @@ def test_a_recipe_does_it_again() -> None:
 def test_only_where_a_kernel_reads_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU attention in f32 runs by a kernel that needs the copies."""
     monkeypatch.setattr(attention_cuda, "gpu_of", lambda device: ((9, 0), 91900))
-    assert not take_where_kernels_allow(case_of("transformers", 2).program.module, torch.device("cuda"))
+    module, gpu = case_of("transformers", 2).program.module, torch.device("cuda")
+    assert not take_where_kernels_allow(module, gpu)
+    for device, reason in ((gpu, "no kernel of this device reads few heads"), (CPU, "")):
+        (found,) = opportunities(module, names=["grouped_attention"], device=device)
+        assert found.why_not.startswith(reason) and bool(found.why_not) == bool(reason)

@@ -15,6 +15,7 @@ from wholestep.transforms.opportunity import (
     Change,
     Opportunity,
     Transformation,
+    apply_key,
     fewest_bytes,
     forget_transformation,
     opportunities,
@@ -63,11 +64,12 @@ def test_the_predicted_saving_is_what_is_kept_less():
     made = [o for o in plain.opportunities() if not o.why_not and o.change.saved < 0]
     assert {o.site.split("/")[3].partition("#")[0] for o in made} >= {"contract", "gelu", "layer_norm"}
     for opportunity in made:
-        step, _, _ = run(force=[opportunity.key])
-        difference = sum(v.type.bytes for v in kept(step.program()) if v.op.operands)
+        module = plain.program().clone()
+        apply_key(module, opportunity.key)
+        difference = sum(v.type.bytes for v in kept(module) if v.op.operands)
         difference -= sum(v.type.bytes for v in kept(plain.program()) if v.op.operands)
         assert difference == opportunity.change.saved, opportunity
-        (copy_of,) = [op for op in sites(step.program()).values() if op.attributes.get("again")]
+        (copy_of,) = [op for op in sites(module).values() if op.attributes.get("again")]
         assert opportunity.change.flops == copy_of.definition.flops(copy_of)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,17 +24,26 @@ from wholestep.transforms.regions import Bodies, piece_of
 STRANGE = torch.tensor([float("nan"), float("-inf"), float("inf"), 1.0, 1.0, -2.0, 0.0, -0.0], dtype=torch.float64)
 
 
-def results(build: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """What the loops of some ops give."""
+def loops(build: Any, *inputs: torch.Tensor) -> Callable[..., list[torch.Tensor]]:
+    """The loops of some ops, for inputs such as these."""
     function = add_function(module(), "f", [tensor_type(t) for t in inputs])
     block = function.regions[0].block
     made = build(StepBuilder(block), *block.arguments)
     finish_function(function, made if isinstance(made, list | tuple) else [made])
     kernel = lowered(function)
     verify(kernel.parent.parent.parent)
-    found = outputs_for(function)
-    run(kernel, list(inputs), found)
-    return found
+
+    def made_of(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        found = outputs_for(function)
+        run(kernel, list(inputs), found)
+        return found
+
+    return made_of
+
+
+def results(build: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """What the loops of some ops give."""
+    return loops(build, *inputs)(*inputs)
 
 
 def drawn(shape: tuple[int, ...], kind: str) -> torch.Tensor:
@@ -44,24 +54,29 @@ def drawn(shape: tuple[int, ...], kind: str) -> torch.Tensor:
     return choice.double() if kind == "equal" else STRANGE[choice]
 
 
-@pytest.mark.parametrize("kind", ["numbers", "equal", "strange"])
 @pytest.mark.parametrize(("shape", "kernel", "stride", "padding"), WINDOWS)
-def test_max_pool(shape, kernel, stride, padding, kind) -> None:
-    n, x = len(kernel), drawn(shape, kind)
+def test_max_pool(shape, kernel, stride, padding) -> None:
+    n = len(kernel)
     for d, ceil in itertools.product((1, 2), (False, True)):
         how = dict(kernel=kernel, stride=stride, padding=padding, dilation=(d,) * n, ceil_mode=ceil)
-        leaf = x.clone().requires_grad_()
-        values, places = MAX[n](leaf, kernel, stride, padding, d, ceil, True)
-        mine, at = results(lambda b, x, how=how: b.max_pool(x, **how), x)
-        torch.testing.assert_close(mine, values.detach(), rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(at, places)
-        dy = drawn(values.shape, "numbers")
-        (wanted,) = torch.autograd.grad(values, leaf, dy)
-        _, short = results(lambda b, x, how=how: b.max_pool(x, in_window=True, **how), x)
-        assert short.dtype == torch.uint8
-        for positions in (places, short):
-            (dx,) = results(lambda b, dy, i, how=how: b.max_pool_grad(dy, i, input_shape=shape, **how), dy, positions)
-            torch.testing.assert_close(dx, wanted)
+        sample = drawn(shape, "numbers")
+        pool = loops(lambda b, x, how=how: b.max_pool(x, **how), sample)
+        pool_short = loops(lambda b, x, how=how: b.max_pool(x, in_window=True, **how), sample)
+        dy, *positions = (*pool(sample), pool_short(sample)[1])
+        assert [p.dtype for p in positions] == [torch.int64, torch.uint8]
+        gradients = [
+            loops(lambda b, dy, i, how=how: b.max_pool_grad(dy, i, input_shape=shape, **how), dy, p) for p in positions
+        ]
+        for kind in ("numbers", "equal", "strange"):
+            x = drawn(shape, kind).requires_grad_()
+            values, places = MAX[n](x, kernel, stride, padding, d, ceil, True)
+            mine, at = pool(x.detach())
+            torch.testing.assert_close(mine, values.detach(), rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(at, places)
+            dy = drawn(values.shape, "numbers")
+            (wanted,) = torch.autograd.grad(values, x, dy)
+            for gradient, where in zip(gradients, (places, pool_short(x.detach())[1]), strict=True):
+                torch.testing.assert_close(gradient(dy, where)[0], wanted)
 
 
 @pytest.mark.parametrize("include", [False, True])

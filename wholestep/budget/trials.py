@@ -18,9 +18,8 @@ from ..backends.kernels import Kernels
 from ..dialects.step.control import root_of
 from ..dialects.strides import Strides
 from ..ir.builtin import functions, lookup
-from ..ir.collector import collector_paused
 from ..ir.core import Location, Op
-from ..plan.planner import Planned, _Planner
+from ..plan.planner import Planned, planned_function
 from ..transforms.fusion_wishes import Wishes
 from ..transforms.regions import Bodies
 
@@ -57,12 +56,16 @@ class Trials:
         wishes = self.wishes or Wishes()
         if marked:
             function, wishes = lookup(with_marks(root_of(function)), function.attributes["sym_name"]), Wishes()
-        with collector_paused():
-            whole = self.device.type == "cpu"
-            planner = _Planner(
-                root_of(function), self.device, self.kernels, True, True, whole, self.choices, wishes, self.pieces
-            )
-            planned = planner.plan(planner.expanded(function), self.numbers, self.strides)
+        planned = planned_function(
+            function,
+            self.device,
+            self.numbers,
+            self.strides,
+            choices=self.choices,
+            wishes=wishes,
+            kernels=self.kernels,
+            pieces=self.pieces,
+        )
         if self.note is not None:
             self.note(planned)
         return planned

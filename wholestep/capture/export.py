@@ -17,6 +17,7 @@ from ..errors import CaptureError, InputError, WholestepError
 from ..torch_private import graphs_without_code
 from .custom_functions import AppliedFunction, traced_functions
 from .explain import explain, forward_line, refuse
+from .export_imports import import_export
 from .layerdrop import RandomBranches
 from .sandbox import (
     Attributes,
@@ -173,6 +174,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
     call = calling_convention(model, loss_fn, batch)
     inputs = tuple(t.detach() for t in tensors)
     attributes = Attributes(("", model), ("loss_fn", loss_fn))
+    import_export()
 
     def trace() -> tuple[Any, dict[str, Any]]:
         notes: dict[str, Any] = {}

@@ -12,11 +12,12 @@ import torch
 
 from ..dialects.strides import Strides
 from ..ir.core import Op
-from .aliases import Assignment
+from ..ir.hashing import structural_hash
 from .joins import Joins, find_joins
 from .launches import Flat, Regions
-from .liveness import build_graph
+from .liveness import Graph, build_graph
 from .order import peak_position, quick
+from .remembered import Memory, is_numbers
 
 #: how much the peak may grow, as a share, by orders that are found quickly
 GROWTH = 0.01
@@ -29,9 +30,17 @@ Flatten = Callable[[Regions | None, Joins], Flat]
 class Joined:
     """Flattens a function, which may be changed between calls."""
 
-    def __init__(self, function: Op, device: torch.device, flatten: Flatten, alignment: int, whole_updates: bool):
+    def __init__(
+        self,
+        function: Op,
+        device: torch.device,
+        flatten: Flatten,
+        alignment: int,
+        whole_updates: bool,
+        memory: Memory,
+    ):
         self.function, self.device, self.flatten = function, device, flatten
-        self.alignment, self.whole_updates = alignment, whole_updates
+        self.alignment, self.whole_updates, self.memory = alignment, whole_updates, memory
         #: how concatenations lie, and those that are made as a whole for the sake of the peak
         self.laid: dict[Op, Strides] = {}
         self.given_up: dict[Op, str] = {}
@@ -62,13 +71,25 @@ class Joined:
         """The concatenations that are in memory at the peak, where that has grown for them."""
         if not flat.wholes:
             return []
-        _, plain = self.ordered(self.flatten(regions, Joins()))
-        order, found = self.ordered(flat)
+        graph, wholes = self.graph(flat), list(flat.wholes)
+        digest = self.memory.digest("peak", structural_hash(self.function), graph, flat.strides)
+        marks = self.memory.read(digest).get("too_large", ())
+        if not is_numbers(marks, len(wholes)):
+            large = self.at_peak(flat, graph, regions)
+            marks = [int(op in large) for op in wholes]
+            self.memory.write(digest, {"too_large": marks})
+        return [op for op, mark in zip(wholes, marks, strict=True) if mark]
+
+    def at_peak(self, flat: Flat, graph: Graph, regions: Regions | None) -> list[Op]:
+        """As `too_large`, by comparing with the launches of a function that makes all of them as a whole."""
+        apart = self.flatten(regions, Joins())
+        _, plain = quick(self.graph(apart), apart.phase)
+        order, found = quick(graph, flat.phase)
         if found.peak <= plain.peak * (1 + GROWTH):
             return []
         at = peak_position(found, len(order))
         place = {op: found.place[value] - flat.arguments for op, value in flat.wholes.items()}
         return [op for op, p in place.items() if found.start[p] <= at < found.end[p]] or list(flat.wholes)
 
-    def ordered(self, flat: Flat) -> tuple[list[int], Assignment]:
-        return quick(build_graph(flat, self.alignment, self.whole_updates), flat.phase)
+    def graph(self, flat: Flat) -> Graph:
+        return build_graph(flat, self.alignment, self.whole_updates)

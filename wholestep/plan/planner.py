@@ -34,10 +34,10 @@ from .joined import Joined
 from .joins import Joins, held_back
 from .launches import CONSTANT, HOST, PINNED, VIEW, Body, Flat, Regions, flatten
 from .liveness import Graph, build_graph
-from .order import best_order
 from .overlap import link_slowdown, overlapped, waits_of
-from .place import Placement, place
+from .place import Placement
 from .plan import Buffer, Launch, Plan, Returned, aligned
+from .remembered import Memory
 from .side import add_waits, hurried, keep_arguments, released, side_launches
 
 #: bytes that addresses are multiples of
@@ -93,18 +93,21 @@ def planned_function(
     whole_updates: bool | None = None,
     choices: Choices | None = None,
     wishes: Wishes | None = None,
+    kernels: Kernels | None = None,
+    pieces: Bodies | None = None,
 ) -> Planned:
     """As `plan_function`, with the kernels. choices: who runs regions; without it every op is run by ATen.
 
-    wishes: what a user asks of fusion.
+    wishes: what a user asks of fusion. kernels, pieces: what was traced and lowered for other plans of this device.
     """
     with collector_paused():
         where = torch.device(device)
         if where.type not in ALIGNMENT:
             raise WholestepError(f"no plan can be made for {where.type}; devices are {', '.join(ALIGNMENT)}")
         whole = where.type == "cpu" if whole_updates is None else whole_updates
+        known, lowered = kernels or Kernels(where), Bodies() if pieces is None else pieces
         asked = wishes or Wishes()
-        planner = _Planner(root_of(function), where, Kernels(where), reorder, omnimalloc, whole, choices, asked)
+        planner = _Planner(root_of(function), where, known, reorder, omnimalloc, whole, choices, asked, lowered)
         return planner.plan(planner.expanded(function), numbers, strides)
 
 
@@ -125,6 +128,11 @@ class _Planner:
     @property
     def alignment(self) -> int:
         return ALIGNMENT[self.device.type]
+
+    @property
+    def memory(self) -> Memory:
+        """What earlier compiles have found."""
+        return Memory(None if self.choices is None else self.choices.objects)
 
     def expanded(self, function: Op) -> Op:
         """What is planned: ops that ATen cannot run are expanded; by general rules where kernels are generated."""
@@ -159,7 +167,7 @@ class _Planner:
         def flat_with(regions: Regions | None, joins: Joins) -> Flat:
             return flatten(function, self.kernels, numbers, strides, find, alignment, regions, joins)
 
-        joined = Joined(function, self.device, flat_with, alignment, self.whole_updates)
+        joined = Joined(function, self.device, flat_with, alignment, self.whole_updates, self.memory)
         if self.choices is None:
             return joined.within_peak(joined), None
         takes, held = self.choices.takes, held_back(function, self.device)
@@ -231,18 +239,18 @@ class _Planner:
         flat, fusion = self.flatten(function, numbers, strides, find, alignment)
         graph = build_graph(flat, alignment, self.whole_updates)
         if self.reorder:
-            name, order, found, program_peak = best_order(graph, flat.phase)
+            name, order, found, program_peak = self.memory.order(graph, flat.phase)
         else:
             name, order = "program", list(range(len(flat.op)))
             found = assign(graph, order)
             program_peak = found.peak
         streams = _Streams(flat, graph, function, self)
         order, found = streams.issued(order, found)
-        placement = place(found.start, found.end, found.size, found.peak, self.omnimalloc)
+        placement = self.memory.placement(found, alignment, self.omnimalloc)
         if placement.size > program_peak:  # gaps may have eaten what the order gained
             program = list(range(len(graph.reads)))
             program, plain = streams.issued(program, assign(graph, program))
-            other = place(plain.start, plain.end, plain.size, plain.peak, self.omnimalloc)
+            other = self.memory.placement(plain, alignment, self.omnimalloc)
             if other.size < placement.size:
                 name, order, found, placement = "program", program, plain, other
         graph = streams.graph

@@ -17,7 +17,8 @@ from ..plan.plan import Buffer, Launch, Plan, aligned
 from ..plan.planner import Planned
 from ..torch_private import clear_cublas_workspaces
 from ..transforms.regions import ANCHORS
-from .bound import BoundPlan, Cells
+from .bound import BoundPlan
+from .cells import Cells
 
 
 def release(device: torch.device) -> None:
@@ -32,8 +33,8 @@ def release(device: torch.device) -> None:
 
 def handed_out(device: torch.device) -> tuple[int, int]:
     """All bytes that the allocator ever handed out, and those in use now: unlike a peak they need no reset."""
-    stats = torch.cuda.memory_stats(device)
-    return stats.get("allocated_bytes.all.allocated", 0), stats.get("allocated_bytes.all.current", 0)
+    stats = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return stats.get("allocated", 0), stats.get("current", 0)
 
 
 @torch.no_grad()

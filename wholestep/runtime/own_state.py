@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,8 @@ from ..ir.types import F16
 from ..options import Options
 from ..torch_private import version_of
 from ..training.precision import parse_precision
-from .bound import BoundPlan, Call
+from .bound import BoundPlan
+from .calls import Call
 from .record import Record, Subjects, record
 
 KINDS = ("copy", "ema", "scaler")
@@ -41,8 +43,10 @@ class OwnState:
     def __init__(self, options: Options):
         self.options = options
         self.seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
-        #: steps so far, where C++ counts them too
-        self.steps = ctypes.c_int64()
+        #: steps so far, where C++ counts them too, and the seconds that each took on the host
+        self.steps, self.durations = ctypes.c_int64(), list[float]()
+        #: who has it may step, and look at what steps change
+        self.lock = threading.RLock()
         self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self.averaged = 0
         self._versions: dict[str, tuple[int, int]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.cpp.compiler import Compiler, build_all, digest, working_compiler
+from ..capture.structure import Leaf
 from ..errors import InputError
-from ..torch_private import foreach_copy, functions_of_torch, torch_library
+from ..torch_private import foreach_copy, functions_of_torch, thread_functions, torch_library
 from ..training.optimizer_plan import OptimizerPlan
-from .bound import Cells, HostCall
+from .cells import Cells
 from .counters import Vector
 from .graph_nodes import DriverError
+from .host_numbers import HostCall
 from .own_state import OwnState
-from .record import NativeRecord, Record, Subjects, Walker, address_of, native, record
-from .replay_source import FAILED, GROUPS, HALF, KINDS, LAID, OPERATIONS, SOURCE, STREAM, WAIT
+from .places import place_of_holders
+from .record import NativeRecord, Record, Subjects, Walker, address_of, longs, native, pointers, record
+from .replay_source import FAILED, GROUPS, HALF, KINDS, LAID, MOST_PARTS, OPERATIONS, SOURCE, STREAM, WAIT
 
 if TYPE_CHECKING:
     from .train_step import Compiled
@@ -44,7 +48,14 @@ DRIVER = (
     *("cuCtxGetCurrent", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async"),
     *("cuGraphLaunch", "cuEventQuery", "cuEventRecord"),
 )
-POINTER, LONG = ctypes.c_void_p, ctypes.c_long
+#: of Python's stable interface
+PYTHON = (
+    *("PyList_GetItem", "PyTuple_Size", "PyTuple_GetItem", "PyDict_Size", "PyDict_GetItem", "PyDict_SetItem"),
+    *("PyList_Append", "PyFloat_FromDouble", "PyLong_FromLong", "Py_DecRef"),
+)
+POINTER, METH_FASTCALL = ctypes.c_void_p, 0x80
+#: results are made ahead for this many steps, where those of one are no more bytes than that
+READY, SMALL = 16, 1 << 12
 
 
 class LongWay(Exception):
@@ -52,14 +63,6 @@ class LongWay(Exception):
 
 
 # ---- records of C++ --------------------------------------------------------------------------------------------------
-
-
-def pointers(names: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, POINTER) for name in names.split())
-
-
-def longs(names: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, LONG) for name in names.split())
 
 
 class Operation(ctypes.Structure):
@@ -92,20 +95,41 @@ class Neighbours(ctypes.Structure):
     _fields_ = (*pointers("memory"), *longs("offset count wide here source"), *pointers("first written"))
 
 
+class Entry(ctypes.Structure):
+    """What a table must have under a key."""
+
+    _fields_ = pointers("table key value")
+
+
+class Rate(ctypes.Structure):
+    """Where a learning rate is, and the register that it goes to, or -1."""
+
+    _fields_ = (*pointers("table key"), *longs("place"))
+
+
+class Method(ctypes.Structure):
+    """`PyMethodDef`: a function of C++ that Python calls."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("function", POINTER), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
+
+
 class Arguments(ctypes.Structure):
     """The argument of the call: `struct Replay` of `replay_source.py`."""
 
     _fields_ = (
-        *pointers("item address dimensions sizes strides type device index bump process"),
+        *pointers("item parts_of part members get set append number_of answer_of drop"),
+        *pointers("address dimensions sizes strides type device index bump observed autocast inference process"),
         *pointers("stream context to_device on_device fill launch query record"),
         *longs("owner number"),
         *pointers("known_stream known_context graph event0 event1"),
-        *longs("walks quiet"),
-        *pointers("groups walk news"),
-        *longs("fixed results inside"),
-        *pointers("tensor_type batch result"),
+        *longs("walks quiet entries"),
+        *pointers("groups walk news entry holders durations optimizer called yes"),
+        *longs("parts fixed results inside"),
+        *pointers("tensor_type dict_type key batch result"),
         *longs("operations cells vectors counter"),
         *pointers("registers operation cell vector"),
+        *longs("rates settled"),
+        *pointers("rate settle kept_groups float_type double_of"),
         *longs("seed"),
         *pointers("step ring there"),
         *longs("size apart turn failed error"),
@@ -152,8 +176,12 @@ class Cuda:
         return torch.cuda.current_stream(self.device).cuda_stream
 
 
-def native_replay() -> Callable[[int, list[Any], list[Any], bool], int]:
-    """The compiled call; raises `LongWay` where there is none."""
+#: takes a batch (a tuple, and what has names), a list of results and, from who has the lock, whether it was copied
+Once = Callable[..., int]
+
+
+def native_replay(arguments: Arguments) -> Once:
+    """The compiled call, for these arguments; raises `LongWay` where there is none."""
     try:
         compiler = working_compiler()
     except InputError as error:  # there is no folder to keep anything in
@@ -161,7 +189,11 @@ def native_replay() -> Callable[[int, list[Any], list[Any], bool], int]:
     found = compiler if isinstance(compiler, str) else _native_replay(compiler)
     if isinstance(found, str):
         raise LongWay(found)
-    return found
+    # Python's lock is kept: nobody changes what is looked at, and no signal comes in between
+    make = ctypes.pythonapi["PyCFunction_NewEx"]
+    make.argtypes, make.restype = (POINTER, ctypes.py_object, POINTER), ctypes.py_object
+    once: Once = make(ctypes.addressof(found), ctypes.addressof(arguments).to_bytes(8, sys.byteorder), None)
+    return once
 
 
 def build_ahead() -> None:
@@ -170,20 +202,22 @@ def build_ahead() -> None:
     def build() -> None:
         native()
         with suppress(LongWay):
-            native_replay()
+            native_replay(Arguments())
 
     threading.Thread(target=build, name="wholestep-build", daemon=True).start()
 
 
 @cache
-def _native_replay(compiler: Compiler) -> Callable[[int, list[Any], list[Any], bool], int] | str:
+def _native_replay(compiler: Compiler) -> Method | str:
     name = f"wholestep_replay_{digest(SOURCE)[:16]}"
     built = build_all([(name, SOURCE.replace("NAME", name))], compiler)[name]
     if isinstance(built, Exception):
         return str(built)
-    # a type that keeps Python's lock: nobody changes what is looked at, and no signal comes in between
-    kind = ctypes.PYFUNCTYPE(ctypes.c_int, POINTER, ctypes.py_object, ctypes.py_object, ctypes.c_int)
-    return kind(address_of(built))
+    return Method(b"once", address_of(built), METH_FASTCALL, None)
+
+
+def functions_of_python() -> list[int]:
+    return [address_of(ctypes.pythonapi[name]) for name in PYTHON]
 
 
 def address_of_record(of: Record) -> int:
@@ -227,10 +261,16 @@ class Replay:
         walker = native()
         if isinstance(walker, str):
             raise LongWay(walker)
-        self._call, self._cuda = native_replay(), cuda(static.bound.arena.device)
-        self._held: list[Any] = []  # what C++ has the addresses of
         self._arguments = Arguments()
-        self._at = ctypes.addressof(self._arguments)
+        #: does a step and answers 0, or says why not
+        self.once = native_replay(self._arguments)
+        self._cuda = cuda(static.bound.arena.device)
+        self._held: list[Any] = []  # what C++ has the addresses of
+        #: results of steps to come
+        self.ready: list[list[torch.Tensor]] = []
+        #: which of them is what a step returns, where that is one tensor and nothing else is to be done; else -1
+        output = compiled.program.captured.exported.output_structure
+        self.only = compiled.users[output.index] if isinstance(output, Leaf) and not compiled.skips else -1
         self._place(walker)
         self._records()
         self._tensors()
@@ -244,6 +284,7 @@ class Replay:
         reasons = {
             "the batch is a nesting, or more than tensors": self.compiled.flat_batch is None,
             "the batch is neither a tuple nor a dict": type(example) not in (tuple, dict),
+            f"the batch has more than {MOST_PARTS} tensors": len(self.static.fixed) > MOST_PARTS,
             "parameters are averaged": self.own.options.ema is not None,
             "the optimizer keeps Python numbers": type(self.compiled.plan).finish is not OptimizerPlan.finish,
             "some counters of the optimizer stand alone": bool(counters.tensors or counters.plain),
@@ -273,26 +314,46 @@ class Replay:
         if not hasattr(self.graph, "raw_cuda_graph_exec"):
             raise LongWay("this torch does not show what it launches")
         try:
-            own = [*functions_of_torch(), address_of(ctypes.pythonapi["getpid"])]
+            own = [*functions_of_torch(), *thread_functions(), address_of(ctypes.pythonapi["getpid"])]
         except (OSError, AttributeError) as error:
             raise LongWay(f"this torch does not say how its tensors are read: {error}") from None
-        functions = [walker.functions[2], *own, *cuda.functions]
+        functions = [*functions_of_python(), *own, *cuda.functions]
         for name, address in zip(Arguments._fields_[: len(functions)], functions, strict=True):
             setattr(arguments, name[0], address)
         arguments.owner, arguments.number = os.getpid(), self.bound.arena.device.index or 0
         arguments.known_stream = 2**64 - 1  # none yet: torch is told of each
         arguments.known_context, arguments.graph = cuda.context, self.graph.raw_cuda_graph_exec()
         arguments.event0, arguments.event1 = cuda.handles()
-        arguments.inside, arguments.tensor_type = walker.inside, id(torch.Tensor)
-        arguments.step = ctypes.addressof(self.own.steps)
-        self._held += [cuda, self.own.steps]
+        arguments.inside, arguments.tensor_type, arguments.dict_type = walker.inside, id(torch.Tensor), id(dict)
+        own_state, called, holders = self.own, sys.intern("_opt_called"), place_of_holders()
+        if holders is None:
+            raise LongWay("this Python does not show how often a lock is held")
+        arguments.step, arguments.holders = ctypes.addressof(own_state.steps), id(own_state.lock) + holders
+        arguments.durations, arguments.optimizer = id(own_state.durations), id(vars(self.optimizer))
+        arguments.called, arguments.yes = id(called), id(True)
+        self._held += [cuda, own_state.steps, own_state.lock, own_state.durations, vars(self.optimizer), called]
 
     def _records(self) -> None:
         """What must be as it was, and what must be zero."""
         arguments, snapshot = self._arguments, self.snapshot
         found = [snapshot.tensors, snapshot.untouched, *([self.counted] if self.counted is not None else [])]
-        arguments.groups = address_of_record(snapshot.untouched_groups)
+        #: the optimizer's groups, whose learning rates may change from step to step
+        self.groups = record(Subjects(tagged=snapshot.param_groups))
+        self.members = record(Subjects(tables=snapshot.param_groups))
+        arguments.kept_groups = address_of_record(self.members)
         arguments.walks, arguments.walk = len(found), self._array(POINTER, list(map(address_of_record, found)))
+        entries = [
+            (vars(self.compiled), "snapshot", snapshot),
+            (vars(self.static), "ranges", None),  # else somebody looks at its launches one by one
+            (vars(self.own), "counted", self.counted),
+            (vars(self.optimizer), "state", snapshot.state),
+            (vars(self.optimizer), "param_groups", snapshot.param_groups),
+        ]
+        if any(table.get(key) is not value for table, key, value in entries):
+            raise LongWay("the optimizer keeps its state or its groups elsewhere")
+        arguments.entries = len(entries)
+        arguments.entry = self._array(Entry, [Entry(*map(id, entry)) for entry in entries])
+        self._held.append(entries)
         if self.own.watched is not None:
             arrived = self.own.watched.arrived
             arguments.quiet, arguments.news = arrived.numel(), arrived.data_ptr()
@@ -305,7 +366,9 @@ class Replay:
             Fixed(id(t), t.data_ptr(), t.numel() * t.element_size(), source)
             for t, (_, source) in zip(self.static.fixed, self.static.batch, strict=True)
         ]
-        arguments.fixed, arguments.batch = len(places), self._array(Fixed, places)
+        arguments.parts, arguments.fixed, arguments.batch = self.parts, len(places), self._array(Fixed, places)
+        if self.keys is not None:
+            arguments.key = self._array(POINTER, list(map(id, self.keys)))
         returned = [plan.results[i] for i in self.compiled.returned]
         if any(r.way == "host" for r in returned):
             raise LongWay("a result is a number of the host")
@@ -331,12 +394,12 @@ class Replay:
             neighbours(vector, cells, register(vector.sources[0]), address_of_record(written))
             for vector, written in zip(self.counters.vectors, self.written, strict=True)
         ]
-        for call in numbers.moving:
+        for call in (*numbers.moving, *numbers.steady):
             for number in (*call.reads, call.write):
                 register(number)
         constants: list[float] = []
-        operations = []
-        for call in numbers.moving:
+
+        def operation(call: HostCall) -> Operation:
             reads, operands = iter(call.reads), []
             for constant in call.constants:
                 if constant is None:
@@ -345,7 +408,15 @@ class Replay:
                     operands.append(len(place) + len(constants))
                     constants.append(float(constant))
             operands += operands[:1] * (3 - len(operands))
-            operations.append(Operation(operation_of(call), place[call.write], *operands))
+            return Operation(operation_of(call), place[call.write], *operands)
+
+        operations = list(map(operation, numbers.moving))
+        if rates := self._rates(place):
+            settled = list(map(operation, numbers.steady))
+            arguments.settled, arguments.settle = len(settled), self._array(Operation, settled)
+            arguments.rate, arguments.float_type = self._array(Rate, rates), id(float)
+            arguments.double_of = address_of(ctypes.pythonapi["PyFloat_AsDouble"])
+        self.rates = len(rates)
         #: the buffers whose numbers are in the first registers; constants come after them
         self.order = list(place)
         moving = {*numbers.counters, *(call.write for call in numbers.moving)}
@@ -359,6 +430,25 @@ class Replay:
         arguments.size, arguments.apart = size, -(-size // 64) * 64
         self.ring = self._cuda.pinned(2 * HALF * arguments.apart)
         arguments.ring, arguments.there = self.ring.data_ptr(), cells.memory.data_ptr()
+
+    def _rates(self, place: dict[int, int]) -> list[Rate]:
+        """The learning rate of each group; none where C++ must not take over another, since more hangs on it."""
+        numbers, groups = self.bound.numbers, self.snapshot.param_groups
+        rates = [(index, slot.source[1]) for index, slot in self.counters.hypers if slot.source[::2] == ("group", "lr")]
+        found, reached = {group: index for index, group in rates}, {index for index, _ in rates}
+        for call in numbers.steady:
+            if not reached.isdisjoint(call.reads):
+                reached.add(call.write)
+        known = all(call.name.removeprefix("step.") in OPERATIONS for call in numbers.steady)
+        plain = len(found) == len(rates) and all("lr" in group for group in groups)
+        if not known or not plain or not reached.isdisjoint(self.graphed.held_once):
+            return []
+        keys = [next(key for key in group if key == "lr") for group in groups]
+        self._held.append((groups, keys))
+        return [
+            Rate(id(group), id(key), place.get(found.get(i, -1), -1))
+            for i, (group, key) in enumerate(zip(groups, keys, strict=True))
+        ]
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -374,11 +464,6 @@ class Replay:
             and self.own.counted is self.counted
         )
 
-    @property
-    def watched(self) -> bool:
-        """Whether the step is to run launch by launch for now."""
-        return self.compiled.static is None or self.compiled.static.ranges is not None
-
     def load(self) -> None:
         """Takes over from a step that went the long way: its numbers, and how often counters were written by then."""
         values, vectors = self.bound.values, self.counters.vectors
@@ -389,6 +474,15 @@ class Replay:
         self._arguments.seed = self.own.seed
         for written in self.written:
             written.keep()
+        self.follow_groups()
+
+    def follow_groups(self) -> None:
+        """The groups are as they were read, unless somebody has changed them meanwhile: then Python looks at them."""
+        self.groups.keep()
+        self.members.keep()
+        calm, arguments = self.snapshot.untouched_groups.same(), self._arguments
+        arguments.groups = address_of_record(self.groups if calm else self.snapshot.untouched_groups)
+        arguments.rates = self.rates if calm else 0
 
     def settle(self) -> None:
         """Before a step goes the long way: counters on the device are known, unless somebody else has written one."""
@@ -398,55 +492,52 @@ class Replay:
                 vector.keep([number] * len(vector.counters), number)
 
     def __call__(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
-        """One step: its results, the user's to keep. None where something may have changed: then nothing was done."""
-        snapshot, optimizer = self.snapshot, self.optimizer
-        if (
-            self.compiled.snapshot is not snapshot
-            or self.own.counted is not self.counted
-            or optimizer.state is not snapshot.state
-            or optimizer.param_groups is not snapshot.param_groups
-        ):
-            return None
-        tensors = self.flat(batch, named)
-        if tensors is None:
-            return None
-        results = [torch.empty_like(t) for t in self.results]
-        copied = False
-        while answer := self._call(self._at, tensors, results, copied):
-            if not self.helped(answer, tensors):
+        """One step, for who has the lock: its results, the user's to keep. None where something may have changed: then
+        nothing was done.
+        """
+        results, copied = self.new_results(), False
+        while answer := self.once(batch, named, results, copied):
+            if not self.helped(answer, batch, named):
                 return None
             copied |= answer == LAID
+            if answer == STREAM:
+                results = self.new_results()
         return results
 
-    def flat(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Any] | None:
-        """What a batch has where tensors should be; None where it has another form."""
-        if self.keys is None:
-            return None if named or len(batch) != self.parts else list(batch)
-        if batch:
-            if named or len(batch) != 1 or type(batch[0]) is not dict:
-                return None
-            named = batch[0]
-        return None if len(named) != self.parts else [named.get(key) for key in self.keys]
+    def new_results(self) -> list[torch.Tensor]:
+        """Memory for what a step gives."""
+        if not self.ready:
+            many = READY if sum(t.numel() * t.element_size() for t in self.results) <= SMALL else 1
+            with torch.inference_mode(False):
+                self.ready.extend([torch.empty_like(t) for t in self.results] for _ in range(many))
+        return self.ready.pop()
 
-    def helped(self, answer: int, tensors: list[torch.Tensor]) -> bool:
+    def helped(self, answer: int, batch: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Does what C++ cannot; whether it is to try again."""
         arguments = self._arguments
         if answer == GROUPS:
             return self.new_numbers()
         if answer == LAID:
+            by_name = batch[0] if batch else named
+            tensors = batch if self.keys is None else [by_name[key] for key in self.keys]
             with torch.no_grad():
                 foreach_copy(self.static.fixed, [tensors[source] for _, source in self.static.batch])
         elif answer == STREAM:
             arguments.known_stream = self._cuda.meet_stream(self.ring, self.bound.cells.there)
+            self.ready.clear()  # its memory is of the stream before
         elif answer == WAIT:
             self._cuda.wait(arguments.turn // HALF % 2)
         elif answer == FAILED:
-            self.compiled.snapshot = None
-            call, what = ASKED[int(arguments.failed)]
-            raise DriverError(f"{what}: {call} failed with CUDA error {arguments.error}")
+            self.fail()
         else:
             return False
         return True
+
+    def fail(self) -> None:
+        """Raises what the driver has answered."""
+        self.compiled.snapshot = None
+        call, what = ASKED[int(self._arguments.failed)]
+        raise DriverError(f"{what}: {call} failed with CUDA error {self._arguments.error}")
 
     def new_numbers(self) -> bool:
         """Takes over hyper-parameters that have changed; false where more than those has, or the graph holds one."""
@@ -458,9 +549,10 @@ class Replay:
             self.bound.numbers.settle(values)
             if self.graphed.once(values) != self.graphed.kept_once:
                 return False
-            for place, number in self.steady:
-                self.registers[place] = values[number]
+        for place, number in self.steady:
+            self.registers[place] = values[number]
         snapshot.keep_groups()
+        self.follow_groups()
         return snapshot.fixed
 
 

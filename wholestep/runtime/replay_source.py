@@ -5,17 +5,19 @@ It needs no header: Python, torch and the CUDA driver tell where their functions
 
 from __future__ import annotations
 
-from .record import WALK
+from .record_source import WALK
 
 #: what the call answers: the step is done; the batch is another, or lies otherwise; something has changed, or at most
-#: hyper-parameters; pinned memory is still read; the stream is another; the driver failed. All but the first and the
-#: last have changed nothing.
-ANSWERS = ("DONE", "OTHER", "LAID", "CHANGED", "GROUPS", "WAIT", "STREAM", "FAILED")
-DONE, OTHER, LAID, CHANGED, GROUPS, WAIT, STREAM, FAILED = range(len(ANSWERS))
+#: hyper-parameters; pinned memory is still read; the stream is another; the driver failed; the caller must have the
+#: step's lock and ask torch more. All but the first and FAILED have changed nothing.
+ANSWERS = ("DONE", "OTHER", "LAID", "CHANGED", "GROUPS", "WAIT", "STREAM", "FAILED", "IN_TURN")
+DONE, OTHER, LAID, CHANGED, GROUPS, WAIT, STREAM, FAILED, IN_TURN = range(len(ANSWERS))
 #: pieces of pinned memory that take turns, in two halves
 HALF = 8
 #: what a number in a cell is
 KINDS = {"float64": 0, "float32": 1, "bool": 2}
+#: tensors of a batch at most
+MOST_PARTS = 64
 #: arithmetic on numbers of the host: the ops of backends/host.py, by their place here
 OPERATIONS = (
     *("add", "sub", "mul", "div", "pow", "neg", "abs", "sqrt", "exp", "log", "reciprocal", "cast"),
@@ -25,7 +27,7 @@ OPERATIONS = (
 SOURCE = (
     WALK
     + "".join(f"enum {{ {', '.join(names).upper()} }};\n" for names in (ANSWERS, KINDS, OPERATIONS))
-    + f"static const long HALF_RING = {HALF};\n"
+    + f"static const long HALF_RING = {HALF}, MOST_PARTS = {MOST_PARTS}, IN_BYTES = {bytes.__basicsize__ - 1};\n"
     + """
 struct Operation { long kind, out, x, y, z; };
 struct Cell { long offset, kind, from; };
@@ -34,10 +36,23 @@ struct Result { char* memory; long bytes; };
 // Counters side by side. A write to all is counted as one to the first, which is the first that was written down.
 // With an offset, not -1, they lie behind the cells and arrive with them.
 struct Counters { char* memory; long offset, count, wide, here, from; char* first; Walk* written; };
+// What a table must have under a key.
+struct Entry { void *table, *key, *value; };
+// A learning rate: where it is, and the register that it goes to, or -1.
+struct Rate { void *table, *key; long place; };
 
 struct Replay {
   // functions: of Python, of torch, of the CUDA driver
   void* (*item)(void*, long);
+  long (*parts_of)(void*);
+  void* (*part)(void*, long);
+  long (*members)(void*);
+  void* (*get)(void*, void*);
+  int (*set)(void*, void*, void*);
+  int (*append)(void*, void*);
+  void* (*number_of)(double);
+  void* (*answer_of)(long);
+  void (*drop)(void*);
   int (*address)(void*, void**);
   int (*dimensions)(void*, i64*);
   int (*sizes)(void*, i64**);
@@ -46,6 +61,9 @@ struct Replay {
   int (*device)(void*, i32*);
   int (*index)(void*, i32*);
   void (*bump)(void*);
+  bool (*observed)();
+  bool (*autocast)(signed char);
+  bool (*inference)();
   int (*process)();
   int (*stream)(i32, void**);
   int (*context)(void**);
@@ -58,13 +76,17 @@ struct Replay {
   // where the step runs: in which process, on which device, with which stream and context
   long owner, number;
   void *known_stream, *known_context, *graph, *event[2];
-  // what must be as it was, and what must be zero
-  long walks, quiet;
+  // what must be as it was, and what must be zero: also how many hold the step's lock, unless the caller does
+  long walks, quiet, entries;
   Walk *groups, **walk;
   volatile char* news;
-  // the batch and the results
-  long fixed, results, inside;
-  void* tensor_type;
+  Entry* entry;
+  i64* holders;
+  // how long steps took; what tells schedulers of a step: the optimizer's attributes, which of them, and True
+  void *durations, *optimizer, *called, *yes;
+  // the batch, the names of its tensors or null, and the results
+  long parts, fixed, results, inside;
+  void *tensor_type, *dict_type, **key;
   Fixed* batch;
   Result* result;
   // numbers: registers, what is computed, which of them is the counter, where they go
@@ -73,6 +95,13 @@ struct Replay {
   Operation* operation;
   Cell* cell;
   Counters* vector;
+  // learning rates by their groups, what is computed from them, and the groups as they were
+  long rates, settled;
+  Rate* rate;
+  Operation* settle;
+  Walk* kept_groups;
+  void* float_type;
+  double (*double_of)(void*);
   // seed and step; pinned memory, where a piece of it goes, its bytes, those to the next piece, pieces used so far
   i64 seed, *step;
   char *ring, *there;
@@ -92,6 +121,25 @@ static bool differ(int (*read)(void*, i64**), void* one, void* other, i64 count)
   for (i64 i = 0; i < count; ++i)
     if (a[i] != b[i]) return true;
   return false;
+}
+
+// The tensors of a batch; false where it has another form.
+static bool flat(const Replay& r, void* batch, void* named, void** tensors) {
+  long count = r.parts_of(batch), more = r.members(named);
+  if (!r.key) {
+    if (more || count != r.parts) return false;
+    for (long i = 0; i < count; ++i) tensors[i] = r.part(batch, i);
+    return true;
+  }
+  if (count) {
+    if (more || count != 1) return false;
+    named = r.part(batch, 0);
+    if (*(void**)((char*)named + sizeof(void*)) != r.dict_type) return false;
+  }
+  if (r.members(named) != r.parts) return false;
+  for (long i = 0; i < r.parts; ++i)
+    if (!(tensors[i] = r.get(named, r.key[i]))) return false;
+  return true;
 }
 
 // Whether a tensor of a batch is like the one that it is copied to.
@@ -147,14 +195,37 @@ static bool holds_number(const Counters& c, double number) {
   return true;
 }
 
+// Takes over learning rates, where the optimizer's groups differ in nothing else from what was written down.
+static bool new_rates(Replay& r) {
+  const Walk& w = *r.kept_groups;
+  if (!r.rates) return false;
+  Pen pen = {w.words, false, w.count, 0};
+  for (long i = 0; i < w.tables; ++i) {
+    long at = 0, members = 0;
+    void *key, *value;
+    for (; w.next(w.table[i], &at, &key, &value); ++members) {
+      if (!pen.note(key)) return false;
+      bool rate = key == r.rate[i].key && *(void**)((char*)value + sizeof(void*)) == r.float_type;
+      if (!pen.note(value) && !rate) return false;
+    }
+    if (!pen.note((i64)members)) return false;
+  }
+  for (long i = 0; i < r.rates; ++i)
+    if (r.rate[i].place >= 0) r.registers[r.rate[i].place] = r.double_of(r.get(r.rate[i].table, r.rate[i].key));
+  for (long i = 0; i < r.settled; ++i) r.registers[r.settle[i].out] = computed(r.settle[i], r.registers);
+  return write_down(r.groups);
+}
+
 // Everything that could refuse a step. Changes registers alone.
-static int look(Replay& r, void* batch, bool copied, void** stream) {
+static int look(Replay& r, void** tensors, bool copied, void** stream) {
   void* context;
   if (r.process() != r.owner || r.context(&context) || context != r.known_context) return CHANGED;
   if (r.stream((i32)r.number, stream)) return CHANGED;
   for (long i = 0; i < r.fixed; ++i)
-    if (int answer = like(r, r.item(batch, r.batch[i].source), r.batch[i].object + r.inside, copied)) return answer;
-  if (!unchanged(r.groups)) return GROUPS;
+    if (int answer = like(r, tensors[r.batch[i].source], r.batch[i].object + r.inside, copied)) return answer;
+  for (long i = 0; i < r.entries; ++i)
+    if (r.get(r.entry[i].table, r.entry[i].key) != r.entry[i].value) return CHANGED;
+  if (!unchanged(r.groups) && !new_rates(r)) return GROUPS;
   for (long i = 0; i < r.walks; ++i)
     if (!unchanged(r.walk[i])) return CHANGED;
   for (long i = 0; i < r.quiet; ++i)
@@ -175,9 +246,10 @@ static int look(Replay& r, void* batch, bool copied, void** stream) {
 #define DRIVER(number, call) if ((r->error = (call))) { r->failed = number; return FAILED; }
 
 // `copied`: somebody else has copied the batch.
-extern "C" int NAME(Replay* r, void* batch, void* results, int copied) {
-  void *stream, *source;
-  if (int answer = look(*r, batch, copied, &stream)) return answer;
+static int step(Replay* r, void* batch, void* named, void* results, bool copied) {
+  void *stream, *source, *tensors[MOST_PARTS];
+  if (!flat(*r, batch, named, tensors)) return OTHER;
+  if (int answer = look(*r, tensors, copied, &stream)) return answer;
   long turn = r->turn % (2 * HALF_RING);
   char* here = r->ring + turn * r->apart;
   i64* key = (i64*)here;
@@ -190,7 +262,7 @@ extern "C" int NAME(Replay* r, void* batch, void* results, int copied) {
   DRIVER(0, r->to_device(r->there, here, r->size, stream))
   for (long i = 0; i < r->fixed && !copied; ++i) {
     if (!r->batch[i].bytes) continue;
-    if (r->address((char*)r->item(batch, r->batch[i].source) + r->inside, &source)) return CHANGED;
+    if (r->address((char*)tensors[r->batch[i].source] + r->inside, &source)) return CHANGED;
     DRIVER(1, r->on_device(r->batch[i].memory, source, r->batch[i].bytes, stream))
   }
   DRIVER(2, r->launch(r->graph, stream))
@@ -205,7 +277,7 @@ extern "C" int NAME(Replay* r, void* batch, void* results, int copied) {
     }
     if (c.offset < 0) DRIVER(3, r->fill(c.memory, bits_of((float)number), c.count, stream))
     r->bump(c.first + r->inside);
-    c.written->words[0] = c.written->version(c.first + r->inside);
+    count_first(c.written, c.written->version(c.first + r->inside));
   }
   if (r->vectors) r->registers[r->counter] = r->registers[r->vector[0].from];
   for (long i = 0; i < r->results; ++i) {
@@ -215,6 +287,30 @@ extern "C" int NAME(Replay* r, void* batch, void* results, int copied) {
   }
   if (turn % HALF_RING == HALF_RING - 1) DRIVER(5, r->record(r->event[turn / HALF_RING], stream))
   return DONE;
+}
+
+struct Time { long seconds, nanoseconds; };
+extern "C" int clock_gettime(int, Time*);
+
+static double now() {
+  Time time;
+  clock_gettime(1, &time);
+  return time.seconds + 1e-9 * time.nanoseconds;
+}
+
+// A function of Python that is bound to bytes, in which is the address of a Replay. Its arguments: tensors of the batch
+// in a tuple, and others by name; a list for the results; and, from who has the lock alone, whether it was copied.
+extern "C" void* NAME(void* self, void** given, long count) {
+  Replay* r = *(Replay**)((char*)self + IN_BYTES);
+  if (count == 4) return r->answer_of(step(r, given[0], given[1], given[2], given[3] == r->yes));
+  double start = now();
+  if (*r->holders || r->observed() || r->autocast(0) || r->autocast(1) || r->inference()) return r->answer_of(IN_TURN);
+  if (int answer = step(r, given[0], given[1], given[2], false)) return r->answer_of(answer);
+  if (r->get(r->optimizer, r->called) != r->yes && r->set(r->optimizer, r->called, r->yes)) return 0;
+  void* took = r->number_of(now() - start);
+  if (!took || r->append(r->durations, took)) return 0;
+  r->drop(took);
+  return r->answer_of(DONE);
 }
 """
 )

@@ -17,10 +17,12 @@ from ..capture.slots import Slot
 from ..dialects.step import torch_dtype
 from ..dialects.strides import same_places
 from ..errors import MemoryBudgetError
+from ..ir.collector import collector_paused
 from ..plan import Plan
 from ..plan.planner import Planned
 from ..torch_private import foreach_copy
-from .bound import BoundPlan, Cells
+from .bound import BoundPlan
+from .cells import Cells
 from .cuda_graph import Graphed
 from .library_memory import measure
 
@@ -80,6 +82,7 @@ class StaticStep:
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 
+    @collector_paused()  # what is bound is large and stays
     def bind(self, inputs: Sequence[torch.Tensor]) -> None:
         """Fixes the memory of every argument: the given tensors', or buffers of our own for the batch."""
         strides = [self.strides_of(i, t) for i, t in enumerate(inputs)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -49,6 +48,7 @@ from .executor import Executable
 from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .replay import LongWay, Replay
+from .replay_source import FAILED
 from .report import Report, report_of
 from .saved import write_step
 from .signals import Uninterrupted
@@ -172,19 +172,21 @@ class TrainStep:
         #: its form; the tensors themselves are the user's and not held
         self.example_batch = form_of(example_batch)
         self._recompile, self._key_of = recompile, key_of
-        self._lock, self._uninterrupted = threading.RLock(), Uninterrupted()
         self._own = OwnState(options)
+        self._lock, self._uninterrupted = self._own.lock, Uninterrupted()
         #: the memory of all compiled programs
         self.arena = Arena()
         #: who may run regions of the program; None where ATen runs everything
         self.choices: Choices | None = None
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
-        self._durations: list[float] = []
+        self._durations = self._own.durations
         #: compiled programs by the shapes of their batch, the most recently used last
         self._variants: OrderedDict[Any, Compiled] = OrderedDict()
         self.compilations = self.dropped = 0
         self.verified: bool | None = None
-        self.last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
+        self._last = SimpleNamespace(loss=None, outputs=None, grad_norm=None, skipped=None)
+        #: what the last step was done by, and its results, where nobody has asked for `last` yet
+        self._done: tuple[Replay, list[torch.Tensor]] | None = None
         self._loss_news, self._latest_loss = News(), None
         self.optimizer_plan: OptimizerPlan | None = None
         self._padding = Padding(options) if options.shapes == "bucket" else None
@@ -202,15 +204,24 @@ class TrainStep:
 
         With accumulation the loss is the mean over micro-batches, and outputs with a row per sample are put together.
         """
-        if torch.utils.data.get_worker_info() is not None:
-            raise InputError(
-                "the step was called in a DataLoader worker, which is another process with a copy of the model: what "
-                "it learns there is lost; call it in the loop that reads the loader"
-            )
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._timed(batch, named)
-        return self._timed(batch, named)
+        again = self._again  # every line here is host time of a step, and most of it waits for memory
+        if again is not None:
+            found = again.ready.pop() if again.ready else again.new_results()
+            answer = again.once(batch, named, found)
+            if not answer:
+                self._done = again, found
+                return found[again.only] if again.only >= 0 else self._handed_over(again.compiled, found, None)
+            if answer == FAILED:
+                again.fail()
+        return self._in_turn(batch, named)
+
+    @property
+    def last(self) -> SimpleNamespace:
+        """Of the last step: `loss`, `outputs`, `grad_norm` before clipping, and whether it was `skipped`."""
+        done, self._done = self._done, None
+        if done is not None:
+            self._last = self._described(done[0].compiled, done[1], None)
+        return self._last
 
     @property
     def device(self) -> torch.device:
@@ -257,16 +268,18 @@ class TrainStep:
 
     def latest_loss(self) -> float | None:
         """The loss of a recent step, as soon as it is there: never waits for the device. None until one has arrived."""
-        if self.last.loss is None:
+        loss = self.last.loss
+        if loss is None:
             return None
-        for value in self._loss_news.exchange(self.last.loss.detach().float().mean()):
+        for value in self._loss_news.exchange(loss.detach().float().mean()):
             self._latest_loss = value
         return self._latest_loss
 
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         with self._lock:
-            return [*opportunities(self.program()), *fusions.refused(self._compiled.planned)]
+            found = opportunities(self.program(), device=self._compiled.device)
+            return [*found, *fusions.refused(self._compiled.planned)]
 
     def why_not(self, a: str, b: str) -> str:
         """Why two ops are not one kernel, or which kernel they are and who runs it, in one sentence.
@@ -431,6 +444,18 @@ class TrainStep:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
+    def _in_turn(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A step that one call may not do, or not without asking more."""
+        if torch.utils.data.get_worker_info() is not None:
+            raise InputError(
+                "the step was called in a DataLoader worker, which is another process with a copy of the model: what "
+                "it learns there is lost; call it in the loop that reads the loader"
+            )
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._timed(batch, named)
+        return self._timed(batch, named)
+
     def _timed(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         with self._lock, profiled("wholestep.step"):
             start = time.perf_counter()
@@ -441,8 +466,6 @@ class TrainStep:
                     "learns there would be lost; leave the block first"
                 )
             again = self._again
-            if again is not None and again.watched:  # somebody looks at its launches one by one
-                again = None
             found = None if again is None else again(batch, named)
             if again is None or found is None:
                 result = self._long_way(batch, named)
@@ -499,21 +522,24 @@ class TrainStep:
 
     def _handed_over(self, compiled: Compiled, found: list[Any], cut: Cut | None) -> Any:
         """The results of a step as the user gets them."""
+        self._last, self._done = self._described(compiled, found, cut), None
+        self._own.watch_scale()
+        return self._last.outputs
+
+    def _described(self, compiled: Compiled, found: list[Any], cut: Cut | None) -> SimpleNamespace:
+        """What `last` shows of a step with these results."""
         user = [found[i] for i in compiled.users]
         norm = None if compiled.norm is None else found[compiled.norm]
         finite = None if compiled.finite is None else found[compiled.finite]
         if cut is not None:
             user = [cut_back(t, cut, dimensions) for t, dimensions in zip(user, cut.dimensions, strict=True)]
         exported = compiled.program.captured.exported
-        result = unflatten(exported.output_structure, user)
-        self.last = SimpleNamespace(
+        return SimpleNamespace(
             loss=user[exported.loss_index],
-            outputs=result,
+            outputs=unflatten(exported.output_structure, user),
             grad_norm=norm,
             skipped=None if finite is None else ~finite,
         )
-        self._own.watch_scale()
-        return result
 
     def _run_planned(self, compiled: Compiled, static: StaticStep, batch: list[torch.Tensor]) -> list[Any]:
         """A step from the plan. The results are the user's to keep."""

@@ -48,15 +48,15 @@ class Snapshot:
             [t for table in found for t in table.values() if isinstance(t, torch.Tensor)]
             for found in (tables, states[1:])
         )
-        tensors = own + held
+        tensors = list({id(t): t for t in own + held}.values())
         #: in one dimension or none a tensor can hardly lie otherwise at the same address
         laid, placed = [t for t in tensors if t.dim() > 1], [t for t in tensors if t.dim() < 2]
         lists = [self.param_groups, *(group["params"] for group in self.param_groups)]
-        trained = [t for t in own if isinstance(t, nn.Parameter)]
+        trained = list({id(t): t for t in own if isinstance(t, nn.Parameter)}.values())
         self.tensors = record(Subjects(lists=lists, placed=placed, laid=laid, trained=trained))
         self.tables = record(Subjects(tables=tables + states))
         #: tells quickly that no table has changed at all, which is not to say that what counts has
-        self.untouched = record(Subjects(tagged=[*self.attributes, *tables, *states]))
+        self.untouched = record(Subjects(tagged=[*self.attributes, *tables, *states], quiet=True))
         self.settings, self.hypers = plan.settings(), frozenset(hypers)
         #: whether the optimizer's groups are, hyper-parameters included, what they were when they were last kept
         self.same_groups = False

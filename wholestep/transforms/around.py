@@ -232,11 +232,16 @@ def take_after(fuser: Fuser, op: Op) -> None:
             continue
         if why_not(fuser, [*own.members, *other.members]) or comes_back(fuser, own, other, made):
             continue
-        own.along += [[*other.members, *other.gone], *other.along]
-        own.members[:] = sorted([*own.members, *other.members], key=fuser.position.__getitem__)
-        for member in other.members:
-            fuser.groups[member] = own
-        other.members.clear()
+        take_along(fuser, own, other)
+
+
+def take_along(fuser: Fuser, own: Group, other: Group) -> None:
+    """Makes a group part of another one, which knows it by itself for when the two come apart."""
+    own.along += [[*other.members, *other.gone], *other.along]
+    own.members[:] = sorted([*own.members, *other.members], key=fuser.position.__getitem__)
+    for member in other.members:
+        fuser.groups[member] = own
+    other.members.clear()
 
 
 def why_not(fuser: Fuser, members: Sequence[Op]) -> str:

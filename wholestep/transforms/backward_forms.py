@@ -10,18 +10,17 @@ behind apart. Kernels of our own then read the image without a border, and may c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
 from ..dialects.step.layout import Layout
 from ..dialects.step.shape import Pad, Slice
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from . import bias_apart, positions  # noqa: F401  (they register)
 from .layout import channels_last, is_wide
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .pointwise_convolution import lie_channels_last, taps
 
 #: the forms, in the order in which they are taken
@@ -35,18 +34,12 @@ class GradientAsConvolution(Transformation):
     name = "gradient_as_convolution"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            ops = [op for op in function.regions[0].block if op.definition is ConvInputGrad and is_wide(op)]
-            wanted = [op for op in ops if set(taps(op)) != {1}]
-            last = lie_channels_last(function) if wanted else set()
-            for op in wanted:
-                reason = why_not(op, last)
-                change = Change() if reason else Change(bytes=2 * (op.w.type.bytes - op.dx.type.bytes))
-                found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        ops = [op for op in function.regions[0].block if op.definition is ConvInputGrad and is_wide(op)]
+        wanted = [op for op in ops if set(taps(op)) != {1}]
+        last = lie_channels_last(function) if wanted else set()
+        for op in wanted:
+            yield op, why_not(op, last) or Change(bytes=2 * (op.w.type.bytes - op.dx.type.bytes))
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None
@@ -81,20 +74,12 @@ class OwnPadding(Transformation):
     name = "own_padding"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition not in (Conv, ConvInputGrad, ConvWeightGrad) or op.groups == 1:
-                    continue
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition in (Conv, ConvInputGrad, ConvWeightGrad) and op.groups > 1:
                 image = without_border(op)
-                if image is None:
-                    continue
-                reason = why_not_own(op)
-                change = Change() if reason else Change(bytes=-2 * image.bytes)  # the padded image, or its gradient
-                found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+                if image is not None:
+                    yield op, why_not_own(op) or Change(bytes=-2 * image.bytes)  # the padded image, or its gradient
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None

@@ -6,11 +6,12 @@ of our own for depthwise convolutions take none either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..dialects.step import StepBuilder
 from ..dialects.step.convolution import Conv
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .pointwise_convolution import lie_channels_last
 
 
@@ -21,17 +22,11 @@ class BiasApart(Transformation):
     name = "bias_apart"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            biased = [op for op in function.regions[0].block if op.definition is Conv and op.bias is not None]
-            last = lie_channels_last(function) if biased else set()
-            for op in biased:
-                reason = why_not(op, last)
-                change = Change() if reason else Change(bytes=-2 * op.y.type.bytes)
-                found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        biased = [op for op in function.regions[0].block if op.definition is Conv and op.bias is not None]
+        last = lie_channels_last(function) if biased else set()
+        for op in biased:
+            yield op, why_not(op, last) or Change(bytes=-2 * op.y.type.bytes)
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None

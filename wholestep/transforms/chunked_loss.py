@@ -8,7 +8,7 @@ the shift by one) is done to the hidden state instead. Sums over tokens are take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..dialects.step import StepBuilder
@@ -17,9 +17,8 @@ from ..dialects.step.losses import CrossEntropy, CrossEntropyGrad, expand_coeffi
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Pad, Reshape, Slice, SliceGrad
 from ..dialects.step.support import wide
-from ..ir.builtin import functions
 from ..ir.core import Block, Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names, sites
+from .opportunity import Change, Opportunity, Place, Transformation, register_transformation, sites
 from .recompute import is_late, originals
 
 #: more chunks than this make products too thin
@@ -96,19 +95,13 @@ class ChunkLoss(Transformation):
     name = "chunk-loss"
     level = 3
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names: dict[Op, str] = {}
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is not CrossEntropy or in_backward(op):
-                    continue
-                names = names or site_names(module)
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is CrossEntropy and not in_backward(op):
                 try:
-                    found.append(Opportunity(self.name, names[op], predicted(site_at(op))))
+                    yield op, predicted(site_at(op))
                 except NotPossible as reason:
-                    found.append(Opportunity(self.name, names[op], why_not=str(reason)))
-        return found
+                    yield op, str(reason)
 
     def apply(self, op: Op) -> None:
         walk_in_chunks(site_at(op))

@@ -7,18 +7,13 @@ of the kernel behind the product and rounds once more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract, parse_spec, shared_lead
 from ..dialects.step.shape import Transpose
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import (
-    Change,
-    Opportunity,
-    Transformation,
-    register_transformation,
-    site_names,
-)
+from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import is_view
 
 #: products of smaller matrices are better as one large product
@@ -34,16 +29,10 @@ class Direct(Transformation):
     name = "direct"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is Contract and (direct := direct_spec(op)) is not None:
-                    reason = why_not(op, direct)
-                    change = Change() if reason else Change(bytes=-2 * moved(op))
-                    found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is Contract and (direct := direct_spec(op)) is not None:
+                yield op, why_not(op, direct) or Change(bytes=-2 * moved(op))
 
     def apply(self, op: Op) -> None:
         turned = direct_spec(op)

@@ -90,24 +90,20 @@ class Network:
 
     def after_source(self, source: int) -> list[bool]:
         """Of each node whether it lies on the source's side of the minimum cut that is nearest to the source."""
-        side = [False] * len(self.edges)
-        side[source] = True
-        pending = [source]
-        while pending:
-            for edge in self.edges[pending.pop()]:
-                if self.left[edge] and not side[self.to[edge]]:
-                    side[self.to[edge]] = True
-                    pending.append(self.to[edge])
-        return side
+        return self.side_of(source, 0)
 
     def before_sink(self, sink: int) -> list[bool]:
         """Of each node whether it lies on the sink's side of the minimum cut that is nearest to the sink."""
+        return self.side_of(sink, 1)
+
+    def side_of(self, end: int, turned: int) -> list[bool]:
+        """Nodes that edges with something left lead to from an end; turned is 1 where they are walked against it."""
         side = [False] * len(self.edges)
-        side[sink] = True
-        pending = [sink]
+        side[end] = True
+        pending = [end]
         while pending:
             for edge in self.edges[pending.pop()]:
-                if self.left[edge ^ 1] and not side[self.to[edge]]:
+                if self.left[edge ^ turned] and not side[self.to[edge]]:
                     side[self.to[edge]] = True
                     pending.append(self.to[edge])
         return side

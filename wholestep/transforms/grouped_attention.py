@@ -8,7 +8,7 @@ nor sums over them. Dimensions are followed through reshapes and transposes as p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,18 +19,8 @@ from ..dialects.step.attention_cuda import CUDNN, FLASH
 from ..dialects.step.pointwise import Cast
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Broadcast, Reshape, Transpose
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import (
-    Change,
-    Opportunity,
-    Transformation,
-    matches,
-    register_transformation,
-    site_names,
-    sites,
-    transformations,
-)
+from .opportunity import Change, Place, Transformation, register_transformation, take
 
 #: what may be copies: operands of attention, and what people call them
 NAMES = {"k": "keys", "v": "values"}
@@ -93,18 +83,18 @@ class GroupedAttention(Transformation):
     name = "grouped_attention"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is not Attention or not any(repetition(v) for v in (op.k, op.v)):
-                    continue
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is Attention and any(repetition(v) for v in (op.k, op.v)):
                 try:
-                    found.append(Opportunity(self.name, names[op], change(op, copies_of(op))))
+                    yield op, change(op, copies_of(op))
                 except Refused as why:
-                    found.append(Opportunity(self.name, names[op], why_not=str(why)))
-        return found
+                    yield op, str(why)
+
+    def why_not_on(self, op: Op, device: torch.device) -> str:
+        if any(name in READ_FEW for name in kernels_for(op, device)):
+            return ""
+        return "no kernel of this device reads few heads of such keys and values: it would copy them itself"
 
     def apply(self, op: Op) -> None:
         copies = copies_of(op)
@@ -120,16 +110,8 @@ class GroupedAttention(Transformation):
 
 
 def take_where_kernels_allow(module: Op, device: torch.device, forbid: Sequence[str] = ()) -> list[str]:
-    """Applies what is possible and not forbidden where a kernel of this device reads few heads; gives the keys.
-
-    The last comes first: what an op is called does not change with what comes after it.
-    """
-    how, places = transformations()[GroupedAttention.name], sites(module)
-    wanted = [o for o in reversed(how.find(module)) if not o.why_not and not matches(o, forbid)]
-    wanted = [o for o in wanted if any(name in READ_FEW for name in kernels_for(places[o.site], device))]
-    for opportunity in wanted:
-        how.apply(places[opportunity.site])
-    return [o.key for o in wanted]
+    """Applies what is possible and not forbidden where a kernel of this device reads few heads; gives the keys."""
+    return take(module, [GroupedAttention.name], forbid, device)
 
 
 def gradients_of_few(old: Op, few: dict[str, Value], copies: Copies) -> None:

@@ -6,14 +6,14 @@ written where the concatenation lies (`plan/joins.py`). A gradient of -0.0 stays
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.pointwise import Add
 from ..dialects.step.shape import SliceGrad, Transpose
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,12 @@ class JoinSlices(Transformation):
     name = "join_slices"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                slices = slices_of(op)
-                if slices is None:
-                    continue
-                reason = why_not(slices)
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            slices = slices_of(op)
+            if slices is not None:
                 # every padded part is written and read, and every sum but the last
-                moved = 2 * (2 * len(slices.parts) - 2) * op.result.type.bytes
-                found.append(Opportunity(self.name, names[op], Change() if reason else Change(-moved), reason))
-        return found
+                yield op, why_not(slices) or Change(-2 * (2 * len(slices.parts) - 2) * op.result.type.bytes)
 
     def apply(self, op: Op) -> None:
         slices = slices_of(op)

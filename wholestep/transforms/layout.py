@@ -8,7 +8,7 @@ with channels as neighbours only as images of one row, so that is what those bec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from ..dialects.strides import Strides, reshaped, same_places, strides_in
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .flow import UNBOUNDED, Network
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 Order = tuple[int, ...]
 ROWS, LAST = 0, 1
@@ -81,32 +81,19 @@ class ChannelsLast(Transformation):
     level = 3
     preference: ClassVar[Preference] = Preference()
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            ops = list(function.regions[0].block)
-            convolutions = [op for op in ops if is_convolution(op)]
-            if not convolutions or any(op.definition is Layout for op in ops):
-                continue
-            decision = Decision(module, function, self.preference)
-            taken = [op for op in convolutions if decision.label(op) == LAST]
-            change = Change(bytes=decision.moved(decision.side) - decision.moved([False] * len(decision.side)))
-            reason = "" if taken else decision.why_not()
-            found.append(
-                Opportunity(self.name, names[(taken or convolutions)[0]], Change() if reason else change, reason)
-            )
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        ops = list(function.regions[0].block)
+        convolutions = [op for op in ops if is_convolution(op)]
+        if not convolutions or any(op.definition is Layout for op in ops):
+            return
+        decision = Decision(around(function), function, self.preference)
+        taken = [op for op in convolutions if decision.label(op) == LAST]
+        change = Change(bytes=decision.moved(decision.side) - decision.moved([False] * len(decision.side)))
+        yield (taken or convolutions)[0], change if taken else decision.why_not()
 
     def apply(self, op: Op) -> None:
-        function, module = enclosing(op)
-        Decision(module, function, self.preference).write()
-
-
-def enclosing(op: Op) -> tuple[Op, Op]:
-    """The function that an op stands in, and the module that stands in."""
-    function = around(op)
-    return function, around(function)
+        function = around(op)
+        Decision(around(function), function, self.preference).write()
 
 
 def around(op: Op) -> Op:

@@ -7,10 +7,11 @@ The plan runs the copies beside the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..dialects.step import StepBuilder, StepOp
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .recompute import is_late
 from .regenerate import EARLY
 
@@ -25,34 +26,28 @@ class Offload(Transformation):
     name = "offload"
     level = 4
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for op, late in candidates(module):
-            reason = why_not(op, late)
+    def places(self, function: Op) -> Iterator[Place]:
+        for op, late in candidates(function):
             size = sum(v.type.bytes for v in worth_it(late))
             # each way they are read in one memory and written in the other
-            change = Change() if reason else Change(bytes=4 * size, saved=-size)
-            found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+            yield op, why_not(op, late) or Change(bytes=4 * size, saved=-size)
 
     def apply(self, op: Op) -> None:
         for value in worth_it([r for r in op.results if late_readers(r)]):
             take_away(value)
 
 
-def candidates(module: Op) -> list[tuple[Op, list[Value]]]:
+def candidates(function: Op) -> list[tuple[Op, list[Value]]]:
     """Ops of forward with those of their results that backward reads, also as views; views only of arguments."""
     found = []
-    for function in functions(module):
-        for op in function.regions[0].block:
-            if op.phase not in EARLY or not issubclass(op.definition, StepOp):
-                continue
-            if is_view(op) and op.operands[0].op is not None:
-                continue  # it waits with what it is a view of
-            late = [r for r in op.results if late_readers(r)]
-            if late:
-                found.append((op, late))
+    for op in function.regions[0].block:
+        if op.phase not in EARLY or not issubclass(op.definition, StepOp):
+            continue
+        if is_view(op) and op.operands[0].op is not None:
+            continue  # it waits with what it is a view of
+        late = [r for r in op.results if late_readers(r)]
+        if late:
+            found.append((op, late))
     return found
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ..errors import InputError
 from ..ir.builtin import functions
 from ..ir.core import Op
@@ -36,6 +38,11 @@ class Opportunity:
     change: Change = Change()
     why_not: str = ""
 
+    @classmethod
+    def of(cls, transformation: str, site: str, what: Change | str) -> Opportunity:
+        """By the change that it brings, or by the reason why it cannot be applied."""
+        return cls(transformation, site, why_not=what) if isinstance(what, str) else cls(transformation, site, what)
+
     @property
     def key(self) -> str:
         """What a recipe, `force` and `forbid` call it."""
@@ -48,6 +55,10 @@ class Opportunity:
         return f"{self.key}: bytes {c.bytes:+,}, saved {c.saved:+,}, flops {c.flops:+,}"
 
 
+#: an op where something could be done, with what that would change, or with why it cannot be done
+Place = tuple[Op, Change | str]
+
+
 class Transformation(ABC):
     """A kind of change to a program. Levels: 1 one op, 2 neighbours, 3 the whole step, 4 devices."""
 
@@ -56,9 +67,19 @@ class Transformation(ABC):
     #: False where results may differ beyond the order of summation: never picked by itself
     keeps_numerics: ClassVar[bool] = True
 
-    @abstractmethod
     def find(self, module: Op) -> list[Opportunity]:
         """Every place where it could be applied, and those near misses a user may ask about."""
+        found = [place for function in functions(module) for place in self.places(function)]
+        names = site_names(module) if found else {}
+        return [Opportunity.of(self.name, names[op], what) for op, what in found]
+
+    def places(self, function: Op) -> Iterable[Place]:
+        """The same for one function: what `find` goes by, where a transformation does not write that itself."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `find` nor `places`")
+
+    def why_not_on(self, op: Op, device: torch.device) -> str:
+        """Why a device has no use for it at an op where it is possible; empty if it has."""
+        return ""
 
     @abstractmethod
     def apply(self, op: Op) -> None:
@@ -108,12 +129,23 @@ def site_names(module: Op) -> dict[Op, str]:
 
 
 def opportunities(
-    module: Op, levels: Iterable[int] = (1, 2, 3, 4), names: Sequence[str] | None = None
+    module: Op,
+    levels: Iterable[int] = (1, 2, 3, 4),
+    names: Sequence[str] | None = None,
+    device: torch.device | None = None,
 ) -> list[Opportunity]:
-    """What every transformation of these levels, and of these names, finds, impossible ones included."""
+    """What every transformation of these levels, and of these names, finds, impossible ones included.
+
+    With a device also what that one has no use for is impossible.
+    """
     wanted, known = set(levels), transformations()
     asked = [known[n] for n in (known if names is None else names) if n in known]
-    return [o for t in asked if t.level in wanted for o in t.find(module)]
+    found = [o for t in asked if t.level in wanted for o in t.find(module)]
+    if device is None:
+        return found
+    at = sites(module)
+    reasons = ["" if o.why_not else known[o.transformation].why_not_on(at[o.site], device) for o in found]
+    return [Opportunity(o.transformation, o.site, why_not=r) if r else o for o, r in zip(found, reasons, strict=True)]
 
 
 def do_nothing(found: Sequence[Opportunity]) -> Opportunity | None:
@@ -178,7 +210,7 @@ def matches(opportunity: Opportunity, patterns: Sequence[str]) -> bool:
     return any(p in names or fnmatch.fnmatchcase(opportunity.key, p) for p in patterns)
 
 
-def take(module: Op, names: Sequence[str], forbid: Sequence[str] = ()) -> list[str]:
+def take(module: Op, names: Sequence[str], forbid: Sequence[str] = (), device: torch.device | None = None) -> list[str]:
     """Applies what is possible and not forbidden of some transformations, one after the other; gives the keys.
 
     For those that leave every other site as it was: each looks at the program once, not once per opportunity. The last
@@ -187,15 +219,18 @@ def take(module: Op, names: Sequence[str], forbid: Sequence[str] = ()) -> list[s
     done: list[str] = []
     for name in names:
         how, places = transformations()[name], sites(module)
-        for opportunity in possible(module, name, forbid):
+        for opportunity in possible(module, name, forbid, device):
             how.apply(places[opportunity.site])
             done.append(opportunity.key)
     return done
 
 
-def possible(module: Op, name: str, forbid: Sequence[str] = ()) -> list[Opportunity]:
-    """What is possible and not forbidden of a transformation, the last first."""
-    return [o for o in reversed(transformations()[name].find(module)) if not o.why_not and not matches(o, forbid)]
+def possible(
+    module: Op, name: str, forbid: Sequence[str] = (), device: torch.device | None = None
+) -> list[Opportunity]:
+    """What is possible, on this device if one is given, and not forbidden of a transformation, the last first."""
+    found = opportunities(module, names=[name], device=device)
+    return [o for o in reversed(found) if not o.why_not and not matches(o, forbid)]
 
 
 def apply_key(module: Op, key: str) -> str:

@@ -7,14 +7,15 @@ makes the rows of a small operand alone, only the distance of those rows is fill
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract, parse_spec
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Pad as Fill
 from ..dialects.step.shape import Slice, Transpose
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 #: elements of 16 bits that lie in 16 bytes: the least alignment of a row
 ALIGNED = 8
@@ -34,17 +35,10 @@ class Pad(Transformation):
     name = "pad"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is not Contract or not unaligned(op):
-                    continue
-                reason = why_not(op)
-                change = Change() if reason else predicted(op)
-                found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is Contract and unaligned(op):
+                yield op, why_not(op) or predicted(op)
 
     def apply(self, op: Op) -> None:
         left, right, out = parse_spec(op.spec)

@@ -13,15 +13,14 @@ seen belong to whoever reads the gradient, so it is for kernels that fuse.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
 from ..dialects.step.layout import Layout
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .layout import channels_last, differ, follows, is_convolution, is_wide
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 #: views of some of an image, which lie as it does
 PARTS = frozenset({"step.slice", "step.detach"})
@@ -37,18 +36,13 @@ class PointwiseConvolution(Transformation):
     name = "pointwise_convolution"
     level = 1
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            convolutions = [op for op in function.regions[0].block if is_convolution(op)]
-            pointwise = [op for op in convolutions if is_wide(op) and set(taps(op)) == {1}]
-            last = lie_channels_last(function) if pointwise else set()
-            for op in [op for op in convolutions if op in pointwise or has_patches(op)]:
-                reason = why_no_patches(op) if has_patches(op) else why_not(op, last)
-                change = Change() if reason else Change(bytes=-2 * op.result.type.bytes)  # the copy of the result
-                found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        convolutions = [op for op in function.regions[0].block if is_convolution(op)]
+        pointwise = [op for op in convolutions if is_wide(op) and set(taps(op)) == {1}]
+        last = lie_channels_last(function) if pointwise else set()
+        for op in [op for op in convolutions if op in pointwise or has_patches(op)]:
+            reason = why_no_patches(op) if has_patches(op) else why_not(op, last)
+            yield op, reason or Change(bytes=-2 * op.result.type.bytes)  # the copy of the result
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None
@@ -86,19 +80,14 @@ class StridedGradient(PointwiseConvolution):
     name = "strided_gradient"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            ops = [op for op in function.regions[0].block if op.definition is ConvInputGrad and is_wide(op)]
-            wanted = [op for op in ops if set(taps(op)) == {1} and any(n > 1 for n in op.stride)]
-            last = lie_channels_last(function) if wanted else set()
-            for op in wanted:
-                grouped = "it is transposed" if op.transposed else "its channels are in groups" * (op.groups > 1)
-                reason = grouped or ("it pads" if any(op.padding) else why_no_rows(op, last))
-                less = op.dy.type.bytes * op.dx.type.shape[1] // op.dy.type.shape[1] - 3 * op.dx.type.bytes
-                found.append(Opportunity(self.name, names[op], Change() if reason else Change(bytes=less), reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        ops = [op for op in function.regions[0].block if op.definition is ConvInputGrad and is_wide(op)]
+        wanted = [op for op in ops if set(taps(op)) == {1} and any(n > 1 for n in op.stride)]
+        last = lie_channels_last(function) if wanted else set()
+        for op in wanted:
+            grouped = "it is transposed" if op.transposed else "its channels are in groups" * (op.groups > 1)
+            less = op.dy.type.bytes * op.dx.type.shape[1] // op.dy.type.shape[1] - 3 * op.dx.type.bytes
+            yield op, grouped or ("it pads" if any(op.padding) else why_no_rows(op, last)) or Change(bytes=less)
 
 
 def apart(b: StepBuilder, image: Value, op: Op) -> Value:

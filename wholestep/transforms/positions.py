@@ -7,13 +7,13 @@ the number in the window is enough; nothing else may read the positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.pooling import MaxPool, MaxPoolGrad
 from ..dialects.step.windows import ONE_BYTE, WRITTEN_OUT
-from ..ir.builtin import functions
 from ..ir.core import Op
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 
 @register_transformation
@@ -23,16 +23,11 @@ class ShortPositions(Transformation):
     name = "short_positions"
     level = 3
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is MaxPool and op.indices.uses and not op.in_window:
-                    reason = why_not(op)
-                    less = 0 if reason else op.indices.type.size - op.indices.type.bytes
-                    found.append(Opportunity(self.name, names[op], Change(bytes=2 * less, saved=less), reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is MaxPool and op.indices.uses and not op.in_window:
+                less = op.indices.type.size - op.indices.type.bytes
+                yield op, why_not(op) or Change(bytes=2 * less, saved=less)
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None

@@ -6,16 +6,15 @@ predicted change counts both. Results do not change: the same op on the same ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..dialects.step import StepOp
 from ..dialects.step.normalization import BatchNorm
 from ..errors import InputError
 from ..ir.attributes import freeze
-from ..ir.builtin import functions
 from ..ir.core import Block, Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .regenerate import EARLY
 
 
@@ -26,26 +25,21 @@ class Recompute(Transformation):
     name = "recompute"
     level = 3
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            block = function.regions[0].block
-            given_back = set(block.last.operands) if block.last is not None else set()
-            kept = given_back | {v for op in block if is_late(op) for v in op.operands}
-            for op in block:
-                late = self.late(op)
-                if not late or not issubclass(op.definition, StepOp):
-                    continue
-                reason = why_not(op, late, given_back)
-                more = [v for v in dict.fromkeys(op.operands) if is_made(v) and v not in kept and bytes_of(v)]
-                change = Change(
-                    bytes=sum(op.definition.bytes(op)),
-                    saved=sum(map(bytes_of, more)) - sum(map(bytes_of, late)),
-                    flops=op.definition.flops(op),
-                )
-                found.append(Opportunity(self.name, names[op], Change() if reason else change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        block = function.regions[0].block
+        given_back = set(block.last.operands) if block.last is not None else set()
+        kept = given_back | {v for op in block if is_late(op) for v in op.operands}
+        for op in block:
+            late = self.late(op)
+            if not late or not issubclass(op.definition, StepOp):
+                continue
+            more = [v for v in dict.fromkeys(op.operands) if is_made(v) and v not in kept and bytes_of(v)]
+            change = Change(
+                bytes=sum(op.definition.bytes(op)),
+                saved=sum(map(bytes_of, more)) - sum(map(bytes_of, late)),
+                flops=op.definition.flops(op),
+            )
+            yield op, why_not(op, late, given_back) or change
 
     def apply(self, op: Op) -> None:
         run_again([(self, op)])

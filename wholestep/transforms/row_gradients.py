@@ -7,12 +7,13 @@ gradients are parts of another, are one op: what it makes is small enough to wai
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..dialects.step import StepBuilder
 from ..dialects.step.indexing import EmbeddingGrad, RowSums
 from ..dialects.step.pointwise import Cast
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import is_view
 
 #: more tokens than that are sorted better by a library, which does not say where the rows are
@@ -27,19 +28,11 @@ class RowGradients(Transformation):
     name = "row_gradients"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is EmbeddingGrad:
-                    reason = why_not(op)
-                    sums = 2 * op.dy.type.bytes
-                    change = (
-                        Change() if reason else Change(bytes=sums - (1 + len(op.result.uses)) * op.result.type.bytes)
-                    )
-                    found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is EmbeddingGrad:
+                less = (1 + len(op.result.uses)) * op.result.type.bytes
+                yield op, why_not(op) or Change(bytes=2 * op.dy.type.bytes - less)
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None

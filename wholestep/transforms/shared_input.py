@@ -19,11 +19,10 @@ from ..dialects.step.pointwise import Add, Cast
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Concat
 from ..dialects.strides import Strides, row_major, view_of
-from ..ir.builtin import functions
 from ..ir.core import Block, Location, Op, Value
 from .expand import has_expansion
 from .loops import is_primitive
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .recompute import is_late
 from .regions import base, is_view
 
@@ -84,17 +83,12 @@ class SharedInput(Transformation):
     name = "shared_input"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            block = function.regions[0].block
-            position = {op: i for i, op in enumerate(block)}
-            for layers in beside_one_another(block):
-                joint = joint_of(layers, position)
-                why_not = "" if joint.parts else "; ".join(dict.fromkeys(joint.reasons))
-                found.append(Opportunity(self.name, names[layers[0]], joint.change, why_not))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        block = function.regions[0].block
+        position = {op: i for i, op in enumerate(block)}
+        for layers in beside_one_another(block):
+            joint = joint_of(layers, position)
+            yield layers[0], joint.change if joint.parts else "; ".join(dict.fromkeys(joint.reasons))
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None

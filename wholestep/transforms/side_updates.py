@@ -6,11 +6,12 @@ issues each update as soon as its gradient is there and waits for it late (`plan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from ..ir.builtin import functions
 from ..ir.core import Op
-from .opportunity import Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import is_view
 
 #: attribute of a function whose updates are to run beside its backward pass
@@ -26,16 +27,11 @@ class SideUpdates(Transformation):
     name = "side-updates"
     level = 3
 
-    def find(self, module: Op) -> list[Opportunity]:
-        names = site_names(module)
-        found: list[Opportunity] = []
-        for function in functions(module):
-            updates = [] if MARK in function.attributes else updates_of(function)
-            if updates:
-                early = early_updates(function)
-                site = names[early[0] if early else updates[0]]
-                found.append(Opportunity(self.name, site, why_not=why_not(function, bool(early))))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        updates = [] if MARK in function.attributes else updates_of(function)
+        if updates:
+            early = early_updates(function)
+            yield early[0] if early else updates[0], why_not(function, bool(early)) or Change()
 
     def apply(self, op: Op) -> None:
         region = op.parent.parent if op.parent is not None else None

@@ -6,16 +6,16 @@ gradient and the turned gradient are added, which rounds before the product and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract, parse_spec
 from ..dialects.step.pointwise import Add, Cast
 from ..dialects.step.shape import Transpose
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .direct import stored, under
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,12 @@ class SymmetricProduct(Transformation):
     name = "symmetric_product"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                pair = pair_of(op) if op.definition is Add else None
-                if pair is not None:
-                    moved = change(op, pair)
-                    reason = "" if moved < 0 else "to add up the gradients would move more than the product does"
-                    found.append(Opportunity(self.name, names[op], Change() if reason else Change(moved), reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            pair = pair_of(op) if op.definition is Add else None
+            if pair is not None:
+                moved, dearer = change(op, pair), "to add up the gradients would move more than the product does"
+                yield op, Change(moved) if moved < 0 else dearer
 
     def apply(self, op: Op) -> None:
         pair = pair_of(op)

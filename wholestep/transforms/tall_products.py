@@ -17,7 +17,7 @@ from ..dialects.step.contraction import parse_spec
 from ..dialects.strides import view_of
 from ..ir.core import Block, Op, Value
 from . import again
-from .around import comes_back, hand_over
+from .around import comes_back, hand_over, take_along
 from .loops import NotLoops, lowered
 from .regions import Piece, base, is_view, piece_of
 
@@ -192,11 +192,7 @@ def take(fuser: Fuser, own: Group, other: Group, made: Value) -> None:
         return
     if why_not(fuser, piece_of([*own.members, *other.members], fuser.position)):
         return
-    own.along += [[*other.members, *other.gone], *other.along]
-    own.members[:] = sorted([*own.members, *other.members], key=fuser.position.__getitem__)
-    for member in other.members:
-        fuser.groups[member] = own
-    other.members.clear()
+    take_along(fuser, own, other)
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ probability is 0 then, and so is their gradient: cut and fill go.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..dialects.step import StepBuilder, torch_dtype
@@ -14,9 +16,8 @@ from ..dialects.step.contraction import Contract
 from ..dialects.step.losses import CrossEntropy, CrossEntropyGrad
 from ..dialects.step.pointwise import Cast
 from ..dialects.step.shape import Pad, Reshape, Slice
-from ..ir.builtin import functions
 from ..ir.core import Op, Value
-from .opportunity import Change, Opportunity, Transformation, register_transformation, site_names
+from .opportunity import Change, Place, Transformation, register_transformation
 
 #: what may lie between a product and its loss
 BETWEEN = (Cast, Reshape)
@@ -29,16 +30,10 @@ class WideLoss(Transformation):
     name = "wide_loss"
     level = 2
 
-    def find(self, module: Op) -> list[Opportunity]:
-        found: list[Opportunity] = []
-        names = site_names(module)
-        for function in functions(module):
-            for op in function.regions[0].block:
-                if op.definition is CrossEntropy and cut_of(op.x) is not None:
-                    reason = why_not(op)
-                    change = Change() if reason else Change(bytes=-op.x.type.bytes)
-                    found.append(Opportunity(self.name, names[op], change, reason))
-        return found
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            if op.definition is CrossEntropy and cut_of(op.x) is not None:
+                yield op, why_not(op) or Change(bytes=-op.x.type.bytes)
 
     def apply(self, op: Op) -> None:
         cut, gradient = cut_of(op.x), gradient_of(op)

@@ -17,7 +17,7 @@ import torch
 from tests import warm
 from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
 from wholestep.backends.kernels import Spec
-from wholestep.backends.triton import compiling, generate, worker
+from wholestep.backends.triton import compiling, generate, scalars, worker
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.errors import InputError
 from wholestep.ir.core import Op
@@ -69,6 +69,15 @@ def training_kernels() -> dict[str, generate.Candidate]:
         "statistics": first([image], statistics),
         "statistics_channels_last": first([image], statistics, {0: CHANNELS_LAST}),
     }
+
+
+@pytest.mark.parametrize("fn", ["tanh", "erf"])
+def test_what_is_added_to_1_is_not_made_exact_near_0(fn):
+    """A function, 1 more than it, and what 1 has over its square."""
+    of = lambda body: first([T(64, e=BF16)], lambda b, x: body(b, getattr(b, fn)(x))).source  # noqa: E731
+    near = f"< {scalars.NEAR_0[fn][1]}"
+    assert near in of(lambda b, y: y) and near in of(lambda b, y: [b.add(y, 1.0), b.mul(y, 2.0)])
+    assert near not in of(lambda b, y: [b.add(y, 1.0), b.sub(1.0, b.mul(y, y))])
 
 
 def test_every_family_compiles_for_hopper():

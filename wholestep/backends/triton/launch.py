@@ -41,9 +41,10 @@ class Tables:
         rows, blocks = [], []
         for k, size in enumerate(self.batched.sizes):
             rows.append([*pointers[k * width : (k + 1) * width], size])
-            blocks += [[k, first] for first in range(0, size, step)]
+            first = torch.arange(0, size, step, dtype=torch.int32)
+            blocks.append(torch.stack([torch.full_like(first, k), first], 1))
         table = torch.tensor(rows, dtype=torch.int64).to(device)
-        self.tensors = (table, torch.tensor(blocks, dtype=torch.int32).to(device))
+        self.tensors = (table, torch.cat(blocks).to(device))
         self.pointers = pointers
         return self.tensors
 

@@ -57,6 +57,10 @@ HELPERS = {
     return tl.where(b == 0, ieee_div(a, b), whole)""",
     "rem_float": """r = libdevice.fmod(a, b)
     return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)""",
+    # Abramowitz and Stegun 7.1.26 with b = exp(-a * a): wrong by up to 6e-7 in f32, as a CPU computes it
+    "far_erf": """t = libdevice.fast_dividef(tl.full((), 1.0, tl.float32), 1.0 + 0.3275911 * tl.abs(a))
+    p = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    return tl.where(a < 0, p * b - 1.0, 1.0 - p * b)""",
     "ieee_div": """if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:
@@ -108,8 +112,10 @@ def literal(value: float | int | bool, type: str) -> str:
     return f"tl.full((), {text}, {type})"
 
 
-def apply(fn: str, args: list[Number], element: ScalarType, rough: bool = False) -> tuple[Number, tuple[str, ...]]:
-    """The text of a function of numbers, and the helpers it calls."""
+def apply(
+    fn: str, args: list[Number], element: ScalarType, rough: bool = False, beside_one: bool = False
+) -> tuple[Number, tuple[str, ...]]:
+    """The text of a function of numbers, and the helpers it calls. beside_one: `Walk.beside_one` of its result."""
     out = number_type(element)
     if fn in COMPARISONS:
         common = wider(args[0].type, args[1].type)
@@ -127,7 +133,7 @@ def apply(fn: str, args: list[Number], element: ScalarType, rough: bool = False)
         return boolean(fn, args), ()
     texts = [a.to(out) for a in args]
     if out in FLOATS:
-        return floating(fn, texts, args, out, rough)
+        return floating(fn, texts, args, out, rough, beside_one)
     return whole(fn, texts, out)
 
 
@@ -150,21 +156,33 @@ def boolean(fn: str, args: list[Number]) -> Number:
 
 
 #: f32 functions by the few instructions of the hardware, right but for the last bits; see `Walk.rough`. A division
-#: and `tl.exp` care for the smallest numbers, which takes three times as many; where 1 is added to them that is in vain
+#: and `tl.exp` care for the smallest numbers, which takes three times as many; `exp` is 0 here once below 1.2e-38
 ROUGH = {
     "div": "({0} / {1})",
     "reciprocal": "(1.0 / {0})",
-    "exp": "tl.exp({0})",
+    "exp": "tl.exp2({0} * 1.4426950408889634)",
     "sigmoid": "libdevice.fast_dividef(tl.full((), 1.0, tl.float32), 1.0 + tl.exp2({0} * -1.4426950408889634))",
-    "tanh": "tl.where(tl.abs({0}) < 0.03, {0} - {0} * {0} * {0} / 3.0, "
-    "1.0 - libdevice.fast_dividef(tl.full((), 2.0, tl.float32), tl.exp2({0} * 2.8853900817779268) + 1.0))",
+    "tanh": "1.0 - libdevice.fast_dividef(tl.full((), 2.0, tl.float32), tl.exp2({0} * 2.8853900817779268) + 1.0)",
+    # (written so that exp(-x * x), which the gradient of GELU has as well, is the same number)
+    "erf": "far_erf({0}, tl.exp2((-({0} * {0})) * 1.4426950408889634))",
+}
+#: what stands for those of them that lose their last bits to 1 near 0, and up to where
+NEAR_0 = {
+    "tanh": ("{0} - {0} * {0} * {0} / 3.0", 0.03),
+    "erf": ("{0} * (1.1283791670955126 - 0.37612638903183754 * {0} * {0})", 0.05),
 }
 
 
-def floating(fn: str, x: list[str], args: list[Number], type: str, rough: bool) -> tuple[Number, tuple[str, ...]]:
+def floating(
+    fn: str, x: list[str], args: list[Number], type: str, rough: bool, beside_one: bool
+) -> tuple[Number, tuple[str, ...]]:
     first, last = x[0], x[-1]
     if rough and type == "tl.float32" and fn in ROUGH:
-        return Number(ROUGH[fn].format(*x), type), ()
+        text = ROUGH[fn].format(*x)
+        if fn in NEAR_0 and not beside_one:
+            near, limit = NEAR_0[fn]
+            text = f"tl.where(tl.abs({first}) < {limit}, {near.format(first)}, {text})"
+        return Number(text, type), ("far_erf",) if fn == "erf" else ()
     zero, one = literal(0, type), literal(1, type)
     helpers: tuple[str, ...] = ()
     match fn:

@@ -16,7 +16,18 @@ from dataclasses import dataclass, field, replace
 from ...dialects.loop import Apply, Constant, Load, Random, Reduce, Store
 from ...ir.core import Op, Value
 from ...ir.types import I32, I64
-from .scalars import Number, accumulator_type, apply, combined, helper_text, literal, neutral, number_type, reduced
+from .scalars import (
+    NEAR_0,
+    Number,
+    accumulator_type,
+    apply,
+    combined,
+    helper_text,
+    literal,
+    neutral,
+    number_type,
+    reduced,
+)
 from .walk import Access, Dim, Form, Walk
 
 INT32 = 2**31 - 1
@@ -265,7 +276,8 @@ class Text:
                 return
         if self.folds and fn in ("add", "sub", "mul") and self.fold(op, args):
             return
-        number, helpers = apply(fn, args, element, self.walk.rough)
+        beside_one = fn in NEAR_0 and self.walk.beside_one(op.results[0])
+        number, helpers = apply(fn, args, element, self.walk.rough, beside_one)
         self.helpers.update(helpers)
         if number.value is not None:
             self.names[op.results[0]] = number

@@ -89,6 +89,21 @@ class Walk:
         most = max((self.bytes(a) // a.itemsize for a in heavy), default=0)
         self.rough = bool(heavy) and all(a.itemsize <= 2 for a in heavy if self.bytes(a) // a.itemsize * 16 > most)
 
+    def beside_one(self, value: Value) -> bool:
+        """Whether a number, or its square, is only ever added to 1: then its last bits near 0 are lost anyway."""
+        users = [op for op in self.ops if value in op.operands]
+        return bool(users) and all(self.meets_one(op, value) for op in users)
+
+    def meets_one(self, op: Op, value: Value) -> bool:
+        if op.definition is not Apply:
+            return False
+        if op.attributes["fn"] == "mul":
+            return all(v is value for v in op.operands) and self.beside_one(op.results[0])
+        others = [v.op for v in op.operands if v is not value]
+        return op.attributes["fn"] in ("add", "sub") and any(
+            o is not None and o.definition is Constant and abs(o.attributes["value"]) == 1 for o in others
+        )
+
     # ---- forms -------------------------------------------------------------------------------------------------------
 
     def form_of(self, op: Op) -> Form | None:

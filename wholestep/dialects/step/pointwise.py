@@ -313,8 +313,9 @@ class GeluGrad(ActivationGrad):
     def expand(b, op):
         x = op.x
         if op.approximate == "none":
-            cdf = b.mul(b.add(b.erf(b.mul(x, math.sqrt(0.5))), 1.0), 0.5)
-            pdf = b.mul(b.exp(b.mul(b.mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
+            z = b.mul(x, math.sqrt(0.5))
+            cdf = b.mul(b.add(b.erf(z), 1.0), 0.5)
+            pdf = b.mul(b.exp(b.neg(b.mul(z, z))), 1 / math.sqrt(2 * math.pi))
             return b.mul(op.dy, b.add(cdf, b.mul(x, pdf)))
         k = math.sqrt(2 / math.pi)
         square = b.mul(x, x)
