@@ -3,13 +3,14 @@
 `python bench/host_time.py [network] [size]`, in about a minute; bench/results/host_time.md holds the record.
 First: 20 steps with another batch each, dropout, and other learning rates from step 10 on, from one checkpoint: the
 long way twice (does a step repeat itself?), then by one call. Then microseconds from call to return, alone and in rows:
-each line repeats its call as often as LINE seconds of the GPU allow.
+each line repeats its call as often as LINE seconds of the GPU allow. faults: page faults per call.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
+import resource
 import statistics
 import sys
 import threading
@@ -99,15 +100,21 @@ def exactness(work: Workload) -> None:
     print("in another thread", found)
 
 
+def page_faults() -> int:
+    """Of this process so far. Linux makes it meet some on purpose, to see which memory is used from where."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def alone(call: Callable[[], Any], times: int) -> str:
-    found = []
+    found, faults = [], 0
     for _ in range(times):
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        before, start = page_faults(), time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
+        faults += page_faults() - before
     found.sort()
-    return f"{found[times // 2] * 1e6:6.1f} (p10 {found[times // 10] * 1e6:.1f})"
+    return f"{found[times // 2] * 1e6:6.1f} (p10 {found[times // 10] * 1e6:.1f}, faults {faults / times:.1f})"
 
 
 def in_a_row(call: Callable[[], Any], count: int, times: int) -> str:
@@ -153,6 +160,7 @@ def times(work: Workload) -> None:
     show("  with a new lr each time (setting it included)", with_new_lr)
     if again is not None:
         parts(inner, again, batch)
+    show("STEP by one call, once more", lambda: step(*batch))
     show("graph.replay() of torch", inner.static.graph.graph.replay)
     torch.cuda.synchronize()
     step._again, step._repeatable = None, lambda *_: None

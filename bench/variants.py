@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import gc
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +80,24 @@ def compiled(name: str, size: str, device: str, options: dict[str, Any]) -> Vari
     return Variant(network, step, losses, peak, seconds)
 
 
+def repeats(variant: Variant, device: str) -> dict[str, Any]:
+    """The same steps twice, from one checkpoint, by one compiled step: how far apart they are."""
+    step, found = variant.step, []
+    start = copy.deepcopy(step.state_dict())
+    for _ in range(2):
+        step.load_state_dict(start)
+        losses = [float(step(*variant.network.make_batch(seed, device))) for seed in range(CHECKED)]
+        found.append((losses, [p.detach().clone() for p in variant.network.model.parameters()]))
+    (one, here), (two, there) = found
+    return apart(one, two, here, there)
+
+
+def apart(one: list[float], two: list[float], here: Iterable[torch.Tensor], there: Iterable[torch.Tensor]) -> Any:
+    """How far losses are from others, and how many parameters differ."""
+    far = max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
+    return {"far": far, "different": sum(not torch.equal(a, b) for a, b in zip(here, there, strict=True))}
+
+
 def milliseconds(variant: Variant, batch: Any, cuda: bool) -> float:
     """Of one step, as the mean of some in a row."""
     if not cuda:
@@ -125,17 +145,16 @@ def race(name: str, size: str, device: str) -> dict[str, Any]:
     for label, options in VARIANTS.items():
         variant = found[label] = compiled(name, size, device, options)
         plain = plain or variant
-        pairs = zip(plain.network.model.parameters(), variant.network.model.parameters(), strict=True)
-        different = sum(not torch.equal(a, b) for a, b in pairs)
-        far = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, variant.losses, strict=True))
-        chosen = differently_chosen(plain.step, variant.step)
-        record["variants"][label] = {"far": far, "different": different, "chosen": chosen}
+        models = (v.network.model.parameters() for v in (plain, variant))
+        found_apart = apart(plain.losses, variant.losses, *models)
+        record["variants"][label] = found_apart | {"chosen": differently_chosen(plain.step, variant.step)}
     noise = record["variants"][AGAIN]
     for each in record["variants"].values():
         each["equal"] = not each["far"] and not each["different"]
         near = each["far"] <= min(NEAR * noise["far"], MOST)
         each["counts"] = each["equal"] or (noise["different"] > 0 and near)
     assert plain is not None
+    record["itself"] = repeats(plain, device)
     record["items"] = plain.network.items
     times: dict[str, list[float]] = {label: [] for label in found}
     batch = plain.network.make_batch(CHECKED, device)
@@ -178,6 +197,9 @@ def page(records: list[dict[str, Any]]) -> str:
         lines += ["", f"## {record['network']}, {record['items']}", ""]
         lines += ["| | as the plain step | ms | peak GB | arena GB | host GB | streams | compile s |", "|" + "---|" * 8]
         lines += [row(label, found) for label, found in record["variants"].items()]
+        far, different = record["itself"]["far"], record["itself"]["different"]
+        words = f"losses {far:.1e} apart, {different} parameters differ" if far or different else "bit for bit the same"
+        lines += ["", f"The plain step itself, {CHECKED} steps twice from one checkpoint: {words}."]
     return "\n".join(lines) + "\n"
 
 

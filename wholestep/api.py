@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,8 +67,32 @@ from .transforms.opportunity import do_nothing, possible, take, transform, whate
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
 #: transformations that are taken wherever they are possible, by kind of device
 BY_ITSELF = {"cuda": ("channels_last",)}
-#: the same after those, all opportunities of one at once: there may be hundreds
-ALL_AT_ONCE = ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A transformation that is taken after those wherever it is possible, all its opportunities at once."""
+
+    name: str
+    level: int = 1
+    #: the kind of device it is for; any where it is empty
+    device: str = "cuda"
+    #: only where kernels are generated
+    fused: bool = False
+    #: where there is a budget of memory, that decides
+    budgeted: bool = False
+
+    def suits(self, level: int, device: str, fuses: bool) -> bool:
+        return level >= self.level and self.device in ("", device) and (fuses or not self.fused)
+
+
+DEFAULTS = (
+    Default("grouped_attention", level=2, device=""),
+    Default("shared_input", fused=True),  # who does not fuse would copy gradients side by side
+    *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
+    Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
+    Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same
+)
 
 
 def compile(
@@ -211,17 +236,10 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
         forbid=not_fused(options.forbid),
         levels=range(1, options.level + 1),
     )
-    if options.level >= 2 and not options.recipe:
-        recipe += grouped_attention.take_where_kernels_allow(program.module, device, not_fused(options.forbid))
-    later: tuple[str, ...] = ()
-    if policy is not do_nothing and not options.recipe:
-        # op by op it would write logits in f32; under a budget the loss may go in chunks instead
-        wide = ("wide_loss",) if fuses else ()
-        rows = ("row_gradients",) if fuses else ()  # who does not fuse would write the whole gradient all the same
-        shared = ("shared_input",) if fuses else ()  # who does not fuse would copy gradients side by side
-        later = () if options.memory_budget is None else wide
-        now = [name for name in (*shared, *ALL_AT_ONCE, *wide, *rows) if name not in later]
-        recipe += take(program.module, now, not_fused(options.forbid))
+    suited = [d for d in DEFAULTS if not options.recipe and d.suits(options.level, device.type, fuses)]
+    later = [d.name for d in suited if d.budgeted and options.memory_budget is not None]
+    now = [d.name for d in suited if d.name not in later]
+    recipe += take(program.module, now, not_fused(options.forbid), device)
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")

@@ -47,6 +47,7 @@ with os.fdopen(int(sys.argv[2]), "w") as answers:
             note("prepare")
             found = {"error": "CUDA out of memory", "out_of_memory": True} if full else prepared()
         elif order["do"] == "rounded":
+            note("rounded")
             found = {"rounded": {"nudged": LOSSES}}
         elif order["do"] == "time":
             note("time")

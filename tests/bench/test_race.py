@@ -85,6 +85,15 @@ def test_without_eager_losses_of_an_earlier_run_are_compared(journal: Path) -> N
     ]
 
 
+def test_what_rounding_does_to_eager_is_measured_once(journal: Path) -> None:
+    known = Reference([2.0, 1.9, 1.8], 0.07, {"nudged": 0.035})
+    eager = run(["wholestep", "eager"], known=known)["eager"]
+    assert (eager["tolerance"], eager["rounding"]) == (0.07, {"nudged": 0.035}) and not lines(journal, "rounded")
+    other = replace(known, losses=[3.0, 2.9, 2.8])  # it does not train so any more
+    assert run(["wholestep", "eager"], known=other)["eager"]["tolerance"] != 0.07
+    assert lines(journal, "rounded") == ["any eager"]
+
+
 def test_who_finds_no_memory_beside_others_has_another_try(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_WORKER_FULL", "any compile")
     known = Reference([2.4, 2.28, 2.16], 0.3)

@@ -136,7 +136,7 @@ def test_cases_of_a_command_line(tmp_path: Path) -> None:
         workload.Case("gpt2", "full"),
         workload.Case("gpt2", "few"),
     ]
-    assert len(workload.cases([], "full")) == 12 and len(workload.cases([], "cpu")) == 6
+    assert len(workload.cases([], "full")) == 12 and len(workload.cases([], "cpu")) == 7
     with pytest.raises(InputError, match=r"gone\.onnx is not there"):
         workload.cases(["gone.onnx"], "full")
     with pytest.raises(InputError, match="--networks names the module no_such_module"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.WARNING)
     register_provider(Interpreted)
     monkeypatch.setitem(api.BY_ITSELF, "cpu", api.BY_ITSELF["cuda"])
+    monkeypatch.setattr(api, "DEFAULTS", tuple(replace(d, device="") for d in api.DEFAULTS))
     yield
     forget_provider(Interpreted.name)
     logging.disable(logging.NOTSET)

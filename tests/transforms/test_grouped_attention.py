@@ -16,8 +16,7 @@ from wholestep.ir.core import Op
 from wholestep.ir.passes import run_pipeline
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
-from wholestep.transforms.grouped_attention import take_where_kernels_allow
-from wholestep.transforms.opportunity import apply_key, opportunities, transformations
+from wholestep.transforms.opportunity import apply_key, opportunities, take, transformations
 
 CPU = torch.device("cpu")
 HEADS, WIDTH, BATCH, LENGTH = 6, 4, 2, 5
@@ -102,7 +101,7 @@ def test_copies_and_sums_over_them_go(way: str, own: int, mask: str) -> None:
     before, repeated = run(case), (BATCH, HEADS, LENGTH, WIDTH)
     many = counts(case.program.module)
     assert set(shapes(case.program.module)) == {repeated}
-    assert len(take_where_kernels_allow(case.program.module, CPU)) == 1
+    assert len(take(case.program.module, ["grouped_attention"], device=CPU)) == 1
     run_pipeline(case.program.module, "cse,dce")
     verify(case.program.module)
     few = (BATCH, own, LENGTH, WIDTH)
@@ -138,18 +137,18 @@ def test_a_gradient_of_each_copy_that_others_read() -> None:
 
 def test_a_recipe_does_it_again() -> None:
     case, again = case_of("transformers", 2), case_of("transformers", 2)
-    for key in take_where_kernels_allow(case.program.module, CPU):
+    for key in take(case.program.module, ["grouped_attention"], device=CPU):
         apply_key(again.program.module, key)
     assert shapes(again.program.module) == [(BATCH, 2, LENGTH, WIDTH)] * 2
     other = case_of("transformers", 2)
-    assert not take_where_kernels_allow(other.program.module, CPU, ["grouped_attention"])
+    assert not take(other.program.module, ["grouped_attention"], ["grouped_attention"], CPU)
 
 
 def test_only_where_a_kernel_reads_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU attention in f32 runs by a kernel that needs the copies."""
     monkeypatch.setattr(attention_cuda, "gpu_of", lambda device: ((9, 0), 91900))
     module, gpu = case_of("transformers", 2).program.module, torch.device("cuda")
-    assert not take_where_kernels_allow(module, gpu)
+    assert not take(module, ["grouped_attention"], device=gpu)
     for device, reason in ((gpu, "no kernel of this device reads few heads"), (CPU, "")):
         (found,) = opportunities(module, names=["grouped_attention"], device=device)
         assert found.why_not.startswith(reason) and bool(found.why_not) == bool(reason)

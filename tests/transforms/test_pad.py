@@ -162,7 +162,7 @@ def test_in_a_whole_step(any_size):
 
 
 def test_levels_and_forbid_decide_where_it_is_taken_by_itself(any_size, monkeypatch):
-    monkeypatch.setattr(api, "BY_ITSELF", {"cpu": ("pad",)})
+    monkeypatch.setattr(api, "DEFAULTS", (api.Default("pad", device="cpu"),))
     by_level = {level: run(level=level)[0].recipe for level in (0, 1, 3)}
     assert by_level[0] == [] and by_level[1] == by_level[3] and len(by_level[1]) >= 3
     assert run(forbid=["pad *"])[0].recipe == []

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ class Reference:
 
     losses: list[float]
     tolerance: float
+    #: how far apart eager trainings are that round otherwise
+    rounding: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class Race:
     """One case: starts contenders, checks them, lets them take turns. `entries` says what was found of each.
 
     `wanted` are those that take part: eager's losses are what the others' are compared with, so it does unless they
-    are `known`.
+    are `known`. Where it does, and trains as it is known to, what rounding does to it is not measured again.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Race:
     ):
         self.case, self.contenders, self.settings, self.say = case, contenders, settings, say
         self.deadline = deadline
-        self.reference = known
+        self.known = known
+        self.reference = None if EAGER in contenders else known
         self.wanted = sorted(contenders, key=lambda name: (name != EAGER, rank(name)))  # the reference, ours, others
         if EAGER not in self.wanted and known is None:
             self.wanted.insert(0, EAGER)
@@ -132,11 +135,14 @@ class Race:
 
     def take_reference(self, runner: Runner, entry: Entry) -> None:
         """Eager's losses are what others are compared with, and eager rounded otherwise says how closely."""
-        rounded = runner.ask("rounded", steps=self.settings.steps)["rounded"]
-        precision = self.settings.precision
-        entry["rounding"] = {k: finite(agreement.distance(v, entry["losses"])) for k, v in rounded.items()}
-        entry["tolerance"] = agreement.tolerance(precision, entry["losses"], rounded)
-        self.reference = Reference(entry["losses"], entry["tolerance"])
+        losses, known = entry["losses"], self.known
+        if known is not None and known.rounding and agreement.distance(losses, known.losses) <= known.tolerance:
+            entry |= {"rounding": dict(known.rounding), "tolerance": known.tolerance}
+        else:
+            rounded = runner.ask("rounded", steps=self.settings.steps)["rounded"]
+            entry["rounding"] = {k: finite(agreement.distance(v, losses)) for k, v in rounded.items()}
+            entry["tolerance"] = agreement.tolerance(self.settings.precision, losses, rounded)
+        self.reference = Reference(losses, entry["tolerance"], entry["rounding"])
 
     # ---- who leaves --------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Results:
             if same and place and entry["contender"] == EAGER and entry["status"] == "agrees":
                 losses = entry["losses"]
                 if len(losses) == steps and None not in losses:
-                    return Reference(losses, entry["tolerance"])
+                    return Reference(losses, entry["tolerance"], entry.get("rounding", {}))
         return None
 
 

@@ -137,7 +137,7 @@ def measure(
         limited = replace(settings, limit=min(settings.limit, left))
         races = []
         for case in group:
-            known = None if EAGER in contenders else results.reference(case, settings.precision, where, settings.steps)
+            known = results.reference(case, settings.precision, where, settings.steps)
             races.append(Race(case, contenders, limited, say, deadline, known))
         field = Field(races, settings.together > 0, deadline, say)
         spent = field.run(Race.profiling if settings.profile else Race.timing, partial(keep, where))

@@ -20,7 +20,7 @@ from ..dialects.step.pointwise import Cast
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Broadcast, Reshape, Transpose
 from ..ir.core import Op, Value
-from .opportunity import Change, Place, Transformation, register_transformation, take
+from .opportunity import Change, Place, Transformation, register_transformation
 
 #: what may be copies: operands of attention, and what people call them
 NAMES = {"k": "keys", "v": "values"}
@@ -107,11 +107,6 @@ class GroupedAttention(Transformation):
         for old in copies.backward:
             gradients_of_few(old, few, copies)
         op.erase()
-
-
-def take_where_kernels_allow(module: Op, device: torch.device, forbid: Sequence[str] = ()) -> list[str]:
-    """Applies what is possible and not forbidden where a kernel of this device reads few heads; gives the keys."""
-    return take(module, [GroupedAttention.name], forbid, device)
 
 
 def gradients_of_few(old: Op, few: dict[str, Value], copies: Copies) -> None:
