@@ -30,12 +30,13 @@ from .options import Options, Scaling
 from .plan.planner import Planned, planned_function
 from .runtime import library_memory
 from .runtime.batches import first_micro_batch, flattened
+from .runtime.compiled import Compiled
 from .runtime.fusions import parts_of
 from .runtime.replay import build_ahead
 from .runtime.report import machine_of
 from .runtime.saved import read_step, reading
 from .runtime.static import StaticStep, check_fits
-from .runtime.train_step import Compiled, TrainStep
+from .runtime.train_step import TrainStep
 from .torch_private import has_backward_hooks, has_gradient_hooks
 from .training.build import Program, build_step
 from .training.optimizer_plan import OptimizerPlan

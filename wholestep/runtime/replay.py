@@ -33,7 +33,7 @@ from .record import NativeRecord, Record, Subjects, Walker, address_of, longs, n
 from .replay_source import FAILED, GROUPS, HALF, KINDS, LAID, MOST_PARTS, OPERATIONS, SOURCE, STREAM, WAIT
 
 if TYPE_CHECKING:
-    from .train_step import Compiled
+    from .compiled import Compiled
 
 #: what C++ asks of the driver, and what it is about where that fails: by the number it gives then
 ASKED = (
