@@ -5,8 +5,9 @@ the plain step once more: whether it repeats itself. All start from the same wei
 and parameters must be those of the plain step bit by bit. Libraries' attention adds gradients up in no fixed order, so
 that a step may not repeat itself: then losses must be about as near to the plain step's as those of the plain step once
 more. Else no time is counted. Every variant is compiled once before, so that all see what was measured for any of them.
-`python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in a minute or two. Without one: `--dry`
-walks the same path on a CPU at tiny sizes, where all are the plain step.
+`python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in a minute or two; with `--deterministic` by
+kernels that add up in a fixed order alone, where bits must be the same. Without a GPU: `--dry` walks the same path on a
+CPU at tiny sizes, where all are the plain step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import collections
 import copy
 import gc
+import os
 import pathlib
 import statistics
 import sys
@@ -152,7 +154,8 @@ def race(name: str, size: str, device: str) -> dict[str, Any]:
     for each in record["variants"].values():
         each["equal"] = not each["far"] and not each["different"]
         near = each["far"] <= min(NEAR * noise["far"], MOST)
-        each["counts"] = each["equal"] or (noise["different"] > 0 and near)
+        repeats_itself = torch.are_deterministic_algorithms_enabled() or not noise["different"]
+        each["counts"] = each["equal"] or (near and not repeats_itself)
     assert plain is not None
     record["itself"] = repeats(plain, device)
     record["items"] = plain.network.items
@@ -208,7 +211,12 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["gpt2"], choices=["gpt2", "bert_large"])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny sizes")
+    parser.add_argument("--deterministic", action="store_true", help="by kernels that add up in a fixed order alone")
     options = parser.parse_args()
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for then
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would take time, and graphs would hold it
     DIMENSIONS[EIGHT] = (*DIMENSIONS["full"][:4], 8, DIMENSIONS["full"][5])
     records = []
     for name in options.networks:

@@ -99,6 +99,14 @@ def test_the_fastest_that_is_right_runs_forward_and_backward():
     assert print_module(parse(print_module(root), context())) == print_module(root)
 
 
+def test_where_results_must_repeat_unordered_kernels_take_no_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    fast = {"cudnn": 1e-3, "flash": 3e-3, "efficient": 2e-3, "cudnn_repeated": 1e-3}
+    assert Stubs(fast).choose().decide(program())[0].kernel == "flash"
+    assert Stubs({"cudnn": 1e-3, "efficient": 2e-3}).choose().decide(program())[0].kernel == "math"
+    assert Stubs(fast).choose(measure=False).decide(program())[0].kernel == "flash"
+
+
 @pytest.mark.parametrize(("fault", "result"), [("out", 0), ("logsumexp", 1), ("dk", 3)])
 def test_every_result_is_compared(fault, result):
     stubs = Stubs({"flash": 1e-3, "math": 2e-3}, {"flash": fault})

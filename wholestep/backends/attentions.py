@@ -14,6 +14,7 @@ import torch
 
 from ..dialects.step import StepBuilder, torch_dtype
 from ..dialects.step.attention import MATH, Attention, AttentionGrad, kernels_for, row_logsumexp
+from ..dialects.step.attention_cuda import CUDNN, CUDNN_REPEATED, EFFICIENT
 from ..ir.builtin import functions
 from ..ir.core import Block, Op, Value
 from ..ir.types import TensorType
@@ -23,6 +24,9 @@ from .store import Choice, Store, Timed, fingerprint
 aten = torch.ops.aten
 #: another kernel must take less than this share of the time of PyTorch's own choice, whose results are eager's bits
 MARGIN = 0.95
+
+#: kernels that add gradients up in no fixed order: `torch.use_deterministic_algorithms(True)` does without them
+UNORDERED = (CUDNN, CUDNN_REPEATED, EFFICIENT)
 
 #: forward(q, k, v, mask) -> out, logsumexp; backward(dout, q, k, v, out, logsumexp, mask) -> dq, dk, dv
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -91,6 +95,8 @@ class Attentions:
         count, names = max(len(case.forward), 1), self.kernels(case.sample, self.device)
         if self.lean:
             names = [name for name in names if name != MATH] or names
+        if torch.are_deterministic_algorithms_enabled():
+            names = [name for name in names if name not in UNORDERED] or [MATH]
         if len(names) == 1:
             return Decision(case.text, names[0], count, "the only one that can run it here")
         if not self.measure:

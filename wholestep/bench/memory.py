@@ -27,6 +27,8 @@ class Peak:
         self.bytes = 0
         #: the allocator's own peak: what CUDA graphs hold and no tensor has is not in it
         self.allocated = 0
+        #: the same as it was asked for: the allocator hands out up to 1 MB more where it would be left over
+        self.requested = 0
         self.resting = 0
 
     def start(self) -> None:
@@ -43,6 +45,7 @@ class Peak:
     def end(self) -> None:
         if self.device == "cuda":
             self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+            self.requested = max(self.requested, torch.cuda.memory_stats()["requested_bytes.all.peak"])
 
     def stop(self) -> None:
         if self.device == "cuda":

@@ -17,8 +17,8 @@ HEAD = (
     "- *ms*: median and quartiles of blocks of steps, all contenders in turn, each in a process of its own.",
     "- *host us*: from the call of a step to its return, with an empty queue, and per step of 8 to 20 in a row (where "
     "a full queue makes the host wait).",
-    "- *peak GB*: the allocator's peak (*allocated GB*), or what CUDA graphs keep reserved if that is more; *planned "
-    "GB*: what our plan said before it ran.",
+    "- *peak GB*: the allocator's peak (*allocated GB*), or what CUDA graphs keep reserved if that is more; *asked for "
+    "GB*: the same without what the allocator hands out beyond that; *planned GB*: what our plan said before it ran.",
     "- *kernels*: what the profiler saw the device run in a step.",
     "- *compile s*: to the end of the first step with empty caches; *warm*: with ours' caches. *beside n* (or *not "
     "alone*): n others compiled at the same time, which takes longer. Ours compiles alone, because it times kernels, "
@@ -38,6 +38,7 @@ CONTENDER_COLUMNS = (
     "in a row",
     "peak GB",
     "allocated GB",
+    "asked for GB",
     "planned GB",
     "kernels",
     "copies, fills",
@@ -82,6 +83,7 @@ def record_row(entry: Entry, name: str) -> list[str]:
         number(entry.get("host_us_queued")),
         number(entry.get("peak_bytes"), 3, 1e9),
         number(entry.get("allocated_bytes"), 3, 1e9),
+        number(entry.get("requested_bytes"), 3, 1e9),
         number(facts.get("planned_peak"), 3, 1e9),
         number(entry.get("kernels")),
         number(entry.get("copies_and_fills")),

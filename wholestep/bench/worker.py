@@ -203,6 +203,7 @@ class Worker:
         return {
             "peak_bytes": (self.peak.bytes if jax is None else jax.peak_bytes()) or None,
             "allocated_bytes": self.peak.allocated or None,
+            "requested_bytes": self.peak.requested or None,
             "batch_bytes": 2 * size_of(list(self.batch)),  # the one of a step, and the one that is timed later
             "state_bytes": size_of(tensors) if jax is None else jax.state_bytes(),
         }
