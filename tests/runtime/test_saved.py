@@ -628,7 +628,7 @@ def test_operators_with_text_arguments_are_known_by_name():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             target = f"aten.{name}.{overload}"
-            if target_problem(target) is None:
+            if target_problem(target) is None and "name" not in overload:  # (of dimensions, up to torch 2.12)
                 allowed += 1
                 arguments = schema_of(getattr(packet, overload)).arguments
                 strange += [(target, a.name) for a in arguments if "str" in str(a.type) and a.name not in known]

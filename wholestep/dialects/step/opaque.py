@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,6 +182,14 @@ def flatten_results(out: Any) -> list[Any]:
     return []
 
 
+def as_told(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A result in the shape that torch told when it was traced: some kernels leave dimensions of one out (the hidden
+    state of oneDNN's LSTM, torch 2.11)."""
+    if tuple(x.shape) == tuple(shape) or [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
+        return x
+    return x.reshape(shape)
+
+
 def compact(x: torch.Tensor, exact: bool = False) -> torch.Tensor:
     """x without gaps in memory: some kernels take nothing else, and the model's `contiguous` calls are not kept."""
     if x.is_contiguous() or x.layout is not torch.strided:
@@ -219,10 +227,12 @@ class Opaque(StepOp):
     def evaluate(op: Op):
         call, single = Opaque.call(op), len(op.results) == 1
         takes_device = any(a.name == "device" for a in schema_of(resolve(op.target)).arguments)
+        shapes = [r.type.shape for r in op.results]
 
         def run(*tensors, device=None):
             more = {"device": device} if takes_device and device is not None else {}
-            flat = flatten_results(call(*tensors, **more))
+            made = flatten_results(call(*tensors, **more))
+            flat = [as_told(x, shape) for x, shape in zip(made, shapes, strict=True)]
             return flat[0] if single else tuple(flat)
 
         return run
