@@ -1,6 +1,6 @@
 """The suite of generated kernels on a GPU instead of the interpreter, and a sample of it under compute-sanitizer.
 
-`python bench/native.py [--out FILE.md]`, in about two minutes; bench/results/native.md holds the record. The sample
+`python bench/native.py [--out FILE.md]`, in some minutes. The sample
 runs with PyTorch's cache of memory switched off, so that what is read or written beside a tensor is seen.
 """
 

@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "make_fx", "set_grad_marker"]
+#: the module that a call of torch.export imports first
+EXPORT = "torch.export._trace"
 
 
 def schema_of(operator: Any) -> Any:

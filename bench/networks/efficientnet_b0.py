@@ -62,7 +62,7 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     with drawn(device):
         model = EfficientNetForImageClassification(config).train()
         # the mean of all pixels. transformers has AvgPool2d(1280, ceil_mode=True) for it, whose gradient torch.compile
-        # divides by 1280 * 1280 instead of the pixels (2.11 and 2.13)
+        # divides by 1280 * 1280 instead of the pixels (2.11 to 2.13)
         model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
         as_in_the_paper(model)
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+from ..torch_private import EXPORT
+
 
 class Later(ModuleType):
     """Stands for a module that others import: its names mean nothing until that is over, and then are the module's."""
@@ -41,4 +43,4 @@ def put_off(name: str) -> Iterator[None]:
 def import_export() -> None:
     """Does what the first export would do. A torch that has it elsewhere imports as it likes."""
     with put_off("networkx"), suppress(ModuleNotFoundError):
-        importlib.import_module("torch.export._trace")
+        importlib.import_module(EXPORT)
