@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+import torch
+
 import wholestep
+from wholestep.torch_private import foreach_copy
 
 PACKAGE = Path(wholestep.__file__).parent
 PRIVATE_MODULES = ("torch._", "torch.fx.experimental", "torch.utils._", "torch.testing._")
@@ -37,3 +41,19 @@ def test_the_check_sees_private_uses(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("import torch\nfrom torch._ops import OpOverload\nx = torch._C.foo\ny = f._schema\n")
     assert len(private_uses(file)) >= 3
+
+
+def test_many_copies_are_of_types_that_gpus_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+    copies = torch._foreach_copy_
+
+    def watched(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        asked.extend(t.dtype for t in (*into, *values))
+        copies(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched)
+    state = [torch.tensor(2**63 + 5, dtype=torch.uint64), torch.tensor([7, 8], dtype=torch.uint16), torch.ones(3)]
+    into = [torch.zeros_like(t) for t in state] + [torch.zeros(2)]
+    foreach_copy(into, [*state, state[1]])
+    assert all(torch.equal(a, b) for a, b in zip(into, [*state, torch.tensor([7.0, 8.0])], strict=True))
+    assert asked and not {torch.uint16, torch.uint32, torch.uint64}.intersection(asked)

@@ -107,10 +107,19 @@ def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor
     return list(torch._foreach_norm(tensors, order)) if tensors else []
 
 
+#: types that torch's kernels for many tensors do not know, and those that hold the same bits
+SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def foreach_copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copies each value into its tensor, converting types, in few kernel launches."""
     kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, value in zip(into, values, strict=True):  # the fast kernels want one device and one pair of types
+        if target.dtype in SAME_BITS or value.dtype in SAME_BITS:
+            if target.dtype != value.dtype:
+                target.copy_(value)
+                continue
+            target, value = (t.view(SAME_BITS[t.dtype]) for t in (target, value))
         group = kinds.setdefault((target.device, value.device, target.dtype, value.dtype), ([], []))
         group[0].append(target)
         group[1].append(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -139,6 +140,12 @@ def test_columns_of_many_rows_are_as_many_bytes_and_do_not_overlap():
     assert stretches((24, rows), (1, 24), 2, 0) == [(0, 48 * rows)]  # transposed
     assert stretches((3, 8), (24, 1), 2, 16) == [(16, 32), (64, 80), (112, 128)]
     assert stretches((10, 4), (1, 1), 1, 0) == [(0, 13)]  # windows that overlap
+    # halves of heads, in rows of many: a few pieces, which take as many bytes and do not overlap
+    halves = [stretches((4, rows, 32, 8), (rows * 512, 512, 16, 1), 2, 16 * i) for i in range(2)]
+    assert [len(pieces) for pieces in halves] == [4, 4]
+    covered = sorted(halves[0] + halves[1])
+    assert sum(end - first for first, end in covered) == 4 * rows * 1024 and covered[-1][1] == 4 * rows * 1024
+    assert all(before[1] <= after[0] for before, after in pairwise(covered))
 
 
 def test_only_rows_that_are_asked_for_and_kernels_of_two_passes():

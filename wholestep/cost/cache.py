@@ -8,6 +8,7 @@ matrix product or a convolution is taken to hit the cache. `PASSES` lists kernel
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,12 +138,14 @@ def stretches(shape: Sequence[int], strides: Sequence[int], element: int, offset
     for step, count in steps:
         if not many and length >= step:  # pieces touch
             length += step * (count - 1)
-        elif not many and count > PIECES:
-            phase = first % step
-            first += phase * (count - 1)
-            length = min(length, step - phase) * count
-        else:
-            many.append((step, count))
+            continue
+        many.append((step, count))
+        if math.prod(n for _, n in many) > PIECES:
+            for apart, times in many:
+                phase = first % apart
+                first += phase * (times - 1)
+                length = min(length, apart - phase) * times
+            many = []
     starts = [first]
     for step, count in many:
         starts = [start + i * step for start in starts for i in range(count)]
@@ -153,10 +156,19 @@ def side_by_side(reads: Sequence[Pieces], writes: Sequence[Pieces], at_once: int
     """Goes through operands and results together, so that each is as far along as the others: (written, from, to)."""
     all_of = [(False, a, size(a)) for a in reads] + [(True, a, size(a)) for a in writes]
     rounds = max(1, -(-sum(total for _, _, total in all_of) // at_once))
+    places = [(0, 0)] * len(all_of)  # the piece that comes next, and the bytes before it
     for turn in range(rounds):
-        for write, stretches_, total in all_of:
-            for first, end in cut(stretches_, total * turn // rounds, total * (turn + 1) // rounds):
-                yield write, first, end
+        for number, (write, pieces, total) in enumerate(all_of):
+            first, end = total * turn // rounds, total * (turn + 1) // rounds
+            piece, before = places[number]
+            while first < end:
+                start, stop = pieces[piece]
+                until = min(end, before + stop - start)
+                yield write, start + first - before, start + until - before
+                if until == before + stop - start:
+                    piece, before = piece + 1, until
+                first = until
+            places[number] = piece, before
 
 
 def cut(pieces: Pieces, first: int, end: int) -> Pieces:
