@@ -1,11 +1,13 @@
 """Other ways to run the same step against the plain one: results, time and memory, in turns.
 
 GPT-2 at 8x1024, bf16, AdamW: updates beside backward (`side-updates`), values that wait in host memory (`offload`), and
-the plain step once more: whether it repeats itself. All start from the same weights and see the same batches; losses
-and parameters must be those of the plain step bit by bit. Libraries' attention adds gradients up in no fixed order, so
-that a step may not repeat itself: then losses must be about as near to the plain step's as those of the plain step once
-more. Else no time is counted. Every variant is compiled once before, so that all see what was measured for any of them.
-`python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in a minute or two; with `--deterministic` by
+the plain step once more: whether it repeats itself. By ATen's kernels alone, which are the same whatever is kept: a
+step that computes again what it has no room to keep, against one that keeps it. All start from the same weights and
+see the same batches; losses and parameters must be those of the step they are compared with bit by bit. Libraries'
+attention adds gradients up in no fixed order, so that a step may not repeat itself: then losses must be about as near
+as those of the plain step once more. Else no time is counted. Every variant is compiled once before, so that all see
+what was measured for any of them.
+`python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in two minutes; with `--deterministic` by
 kernels that add up in a fixed order alone, where bits must be the same. Without a GPU: `--dry` walks the same path on a
 CPU at tiny sizes, where all are the plain step.
 """
@@ -39,14 +41,18 @@ from wholestep.plan.side import SIDE  # noqa: E402
 CHECKED, ROUNDS, STEPS = 8, 9, 10
 #: where the plain step does not repeat itself: how many times as far from it another may be, and how far at most
 NEAR, MOST = 4.0, 1e-4
-AGAIN = "plain again"
+PLAIN, AGAIN = "plain", "plain again"
 EIGHT = "eight layers"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    PLAIN: {},
     AGAIN: {},
     "side-updates": {"force": ("side-updates *",)},
     "offload": {"force": ("offload *.mlp.c_proj/forward/*",), "level": 4},
+    "ATen": {"providers": ["aten"]},
+    "ATen, less memory": {"providers": ["aten"], "memory_budget": 0.8},
 }
+#: what a variant is compared with, where that is not the plain step
+COMPARED = {"ATen": "ATen", "ATen, less memory": "ATen"}
 
 
 @dataclass
@@ -141,22 +147,21 @@ def race(name: str, size: str, device: str) -> dict[str, Any]:
     """All variants of one network; without times where they do not agree with the first."""
     for options in VARIANTS.values():
         compiled(name, size, device, options)
-    plain: Variant | None = None
     found: dict[str, Variant] = {}
     record: dict[str, Any] = {"network": name, "variants": {}}
     for label, options in VARIANTS.items():
         variant = found[label] = compiled(name, size, device, options)
-        plain = plain or variant
-        models = (v.network.model.parameters() for v in (plain, variant))
-        found_apart = apart(plain.losses, variant.losses, *models)
-        record["variants"][label] = found_apart | {"chosen": differently_chosen(plain.step, variant.step)}
+        base = found[COMPARED.get(label, PLAIN)]
+        models = (v.network.model.parameters() for v in (base, variant))
+        found_apart = apart(base.losses, variant.losses, *models)
+        record["variants"][label] = found_apart | {"chosen": differently_chosen(base.step, variant.step)}
     noise = record["variants"][AGAIN]
     for each in record["variants"].values():
         each["equal"] = not each["far"] and not each["different"]
         near = each["far"] <= min(NEAR * noise["far"], MOST)
         repeats_itself = torch.are_deterministic_algorithms_enabled() or not noise["different"]
         each["counts"] = each["equal"] or (near and not repeats_itself)
-    assert plain is not None
+    plain = found[PLAIN]
     record["itself"] = repeats(plain, device)
     record["items"] = plain.network.items
     times: dict[str, list[float]] = {label: [] for label in found}
@@ -198,7 +203,10 @@ def page(records: list[dict[str, Any]]) -> str:
     ]
     for record in records:
         lines += ["", f"## {record['network']}, {record['items']}", ""]
-        lines += ["| | as the plain step | ms | peak GB | arena GB | host GB | streams | compile s |", "|" + "---|" * 8]
+        lines += [
+            "| | as the one it is compared with | ms | peak GB | arena GB | host GB | streams | compile s |",
+            "|" + "---|" * 8,
+        ]
         lines += [row(label, found) for label, found in record["variants"].items()]
         far, different = record["itself"]["far"], record["itself"]["different"]
         words = f"losses {far:.1e} apart, {different} parameters differ" if far or different else "bit for bit the same"

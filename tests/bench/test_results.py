@@ -10,6 +10,7 @@ import pytest
 
 from bench.networks.bars import BARS
 from wholestep.bench import page, profile, summary
+from wholestep.bench.contenders import CONTENDERS
 from wholestep.bench.record import record
 from wholestep.bench.results import Results
 from wholestep.bench.summary import BEST, UNPLANNED, Bar, Table, contender_rows
@@ -64,12 +65,16 @@ def test_means_and_worst_cases_are_those_of_contenders_that_agree() -> None:
 
 def test_figures_of_ours_alone() -> None:
     facts = {"planned_peak": 1000, "moved / bound": 1.2}
-    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us=120.0, allocated_bytes=1305, batch_bytes=300)])
+    table = Table([entry("a", "wholestep", 8.0, facts=facts, host_us_row=120.0, allocated_bytes=1305, batch_bytes=300)])
     one = (("a", "full"),)
-    host = table.outcome(bar("worst", "", 100, "host_us", one))
+    host = table.outcome(bar("worst", "", 100, "host_us_row", one))
     assert host.value == 120.0 and host.verdict == "no" and host.worst == "a@full 120"
     off = table.outcome(bar("worst", "", 0.01, UNPLANNED, one))
     assert off.value == pytest.approx(0.005) and off.verdict == "yes" and off.worst == "a@full 0.005"
+
+
+def test_every_contender_has_a_colour_of_its_own() -> None:
+    assert set(page.COLOURS) == set(CONTENDERS) and len(set(page.COLOURS.values())) == len(CONTENDERS)
 
 
 def test_budgets_and_variants_are_shown_and_are_no_rivals() -> None:

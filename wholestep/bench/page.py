@@ -15,6 +15,8 @@ from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_row
 COLOURS = {
     "wholestep": "#d62728",
     "aten": "#e899a0",
+    "inductor": "#7f3c8d",
+    "max": "#ff9da6",
     "checkpoint": "#8c564b",
     "eager": "#9d9d9d",
     "compile": "#f58518",

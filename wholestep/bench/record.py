@@ -15,8 +15,9 @@ HEAD = (
     "Made by `wholestep bench --summary bench/results/bench.json --record bench/results/bench.md`.",
     "",
     "- *ms*: median and quartiles of blocks of steps, all contenders in turn, each in a process of its own.",
-    "- *host us*: from the call of a step to its return, with an empty queue, and per step of 8 to 20 in a row (where "
-    "a full queue makes the host wait).",
+    "- *host us*: from the call of a step to its return: alone, with an empty queue, after others have had the "
+    "processor's caches; and in a row, the median call of rows of 8 (~: by an older measure, the mean of 8 to 20 in "
+    "a row, where a full queue makes the host wait).",
     "- *peak GB*: the allocator's peak (*allocated GB*), or what CUDA graphs keep reserved if that is more; *asked for "
     "GB*: the same without what the allocator hands out beyond that; *planned GB*: what our plan said before it ran.",
     "- *kernels*: what the profiler saw the device run in a step.",
@@ -70,7 +71,7 @@ def record_row(entry: Entry, name: str) -> list[str]:
     if entry["status"] != "agrees" or "ms" not in entry:
         words = f"losses disagree: {entry.get('distance') or 'not finite'}" if "losses" in entry else "failed"
         return [name, entry.get("why", words), *["-"] * (len(CONTENDER_COLUMNS) - 2)]
-    facts, ms = entry.get("facts", {}), entry["ms"]
+    facts, ms, older = entry.get("facts", {}), entry["ms"], entry.get("host_us_queued")
 
     def number(value: float | None, decimals: int = 0, unit: float = 1.0) -> str:
         return "-" if value is None else f"{value / unit:.{decimals}f}"
@@ -80,7 +81,7 @@ def record_row(entry: Entry, name: str) -> list[str]:
         f"{ms['median']:.2f}",
         f"{ms['low']:.2f} .. {ms['high']:.2f}",
         number(entry.get("host_us")),
-        number(entry.get("host_us_queued")),
+        f"~{number(older)}" if older is not None else number(entry.get("host_us_row")),
         number(entry.get("peak_bytes"), 3, 1e9),
         number(entry.get("allocated_bytes"), 3, 1e9),
         number(entry.get("requested_bytes"), 3, 1e9),

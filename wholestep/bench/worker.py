@@ -32,6 +32,8 @@ LEAST, MOST = 3, 200
 PROFILED = 3
 #: calls whose host time is taken: as many as fit these seconds
 HOST_SECONDS, HOST_LEAST, HOST_MOST = 0.3, 8, 20
+#: calls in a row: so few that none waits for the device
+HOST_ROW = 8
 
 
 class Worker:
@@ -166,29 +168,34 @@ class Worker:
         """On a GPU: how long the host is busy with a step, and what the device runs in one.
 
         Host time is from the call of a step to its return, without the learning rate's schedule: with nothing in the
-        device's queue, and per step of as many in a row (where a full queue makes the host wait).
+        device's queue, where whatever ran meanwhile has taken the processor's caches, and in a row.
         """
         assert self.trainer is not None
         if self.device != "cuda" or self.trainer.jax is not None:
             return {}
-        step, alone = self.trainer.step, []
+        step = self.trainer.step
+        alone: list[float] = []
+        row: list[float] = []
+
+        def timed(into: list[float]) -> None:
+            start = time.perf_counter()
+            step(self.batch)
+            into.append(time.perf_counter() - start)
+
         times = min(max(HOST_LEAST, math.ceil(HOST_SECONDS / self.block(self.trainer, 1))), HOST_MOST)
         for _ in range(times):
             self.wait()
-            start = time.perf_counter()
-            step(self.batch)
-            alone.append(time.perf_counter() - start)
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(times):
-            step(self.batch)
-        queued = (time.perf_counter() - start) / times
+            timed(alone)
+        for _ in range(times // HOST_ROW):
+            self.wait()
+            for _ in range(HOST_ROW):
+                timed(row)
         self.wait()
         ran, _ = profiles.traced(lambda: step(self.batch), self.device, 1, listing=False)
         others = [each for each in ran if each.name.startswith(("Memcpy", "Memset"))]
         return {
             "host_us": statistics.median(alone) * 1e6,
-            "host_us_queued": queued * 1e6,
+            "host_us_row": statistics.median(row) * 1e6,
             "host_calls": times,
             "kernels": len(ran) - len(others),
             "copies_and_fills": len(others),
