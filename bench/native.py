@@ -1,7 +1,7 @@
 """The suite of generated kernels on a GPU instead of the interpreter, and a sample of it under compute-sanitizer.
 
-`python bench/native.py [--out FILE.md]`, in some minutes. The sample
-runs with PyTorch's cache of memory switched off, so that what is read or written beside a tensor is seen.
+`python bench/native.py [--out FILE.md]`, in some minutes; bench/results/native.md holds the record. The sample runs
+with PyTorch's cache of memory switched off, so that what is read or written beside a tensor is seen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: where CUDA puts the tool if it is not on the path
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
-SUITE = "tests/backends/triton/generated_cases.py"
+FOLDER = "tests/backends/triton"
+NAMES = ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
+SUITE = [f"{FOLDER}/{name}.py" for name in NAMES]
+    f"{FOLDER}/{name}.py" for name in ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
+]
+#: processes that share the tests
+AT_ONCE = 8
 
 
 def ran(command: list[str], **environment: str) -> tuple[int, str, float]:
@@ -36,18 +43,31 @@ def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
 
 
-def last(output: str, pattern: str) -> str:
-    """The last line of an output that a pattern is found in."""
-    return next((line.strip() for line in reversed(output.splitlines()) if re.search(pattern, line)), "nothing")
-
-
-def sample(every: int) -> list[str]:
-    """Every so manieth test of generated kernels."""
-    status, output, _ = ran(pytest("--collect-only", SUITE))
-    found = [line for line in output.splitlines() if line.startswith(SUITE)]
+def tests() -> list[str]:
+    """The tests of generated kernels."""
+    status, output, _ = ran(pytest("--collect-only", *SUITE))
+    found = [line for line in output.splitlines() if line.startswith(FOLDER)]
     if status or not found:
         sys.exit(f"no tests were found:\n{output}")
-    return found[::every]
+    return found
+
+
+def outcome(before: list[str], chosen: list[str], **environment: str) -> tuple[bool, str, float]:
+    """Tests shared by some processes: whether all went well, what came out, and seconds."""
+    start, parts = time.perf_counter(), [part for i in range(AT_ONCE) if (part := chosen[i::AT_ONCE])]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        done = list(pool.map(lambda part: ran([*before, *pytest(*part)], **environment), parts))
+    for status, output, _ in done:
+        if status:
+            print(output[-3000:], flush=True)
+    counts: dict[str, int] = {}
+    for _, output, _ in done:
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output.rstrip().splitlines()[-1]):
+            counts[word] = counts.get(word, 0) + int(number)
+        for number in re.findall(r"ERROR SUMMARY: (\d+) errors?", output):
+            counts["errors of memory"] = counts.get("errors of memory", 0) + int(number)
+    words = ", ".join(f"{count} {word}" for word, count in counts.items())
+    return not any(status for status, _, _ in done), words, time.perf_counter() - start
 
 
 def main() -> None:
@@ -58,30 +78,34 @@ def main() -> None:
     sanitizer = next(filter(None, map(shutil.which, SANITIZERS)), None)
     if not torch.cuda.is_available() or sanitizer is None:
         sys.exit("this needs a GPU and compute-sanitizer")
-    suite = ran(pytest(SUITE))
-    print(suite[1][-3000:], flush=True)
-    chosen = sample(options.every)
-    check = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *pytest(*chosen)]
-    checked = ran(check, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    print(checked[1][-3000:])
     lines = [
         "# Generated kernels on a GPU",
         "",
         f"`python {' '.join(['bench/native.py', *sys.argv[1:]])}` on {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}, Python {sys.version.split()[0]}.",
+        f"{torch.__version__}, Python {sys.version.split()[0]}; {AT_ONCE} processes share the tests of {FOLDER}.",
         "",
         "| what | tests | result | seconds |",
         "|---|---|---|---|",
-        f"| the suite of generated kernels, natively | {SUITE} | {last(suite[1], 'passed|failed')} | {suite[2]:.0f} |",
-        f"| under compute-sanitizer (memcheck, no cache of memory) | {len(chosen)}, one of {options.every} of "
-        f"{SUITE} | {last(checked[1], 'passed|failed')}; {last(checked[1], 'ERROR SUMMARY').strip('= ')} | "
-        f"{checked[2]:.0f} |",
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text, encoding="utf-8")
-    sys.exit(suite[0] or checked[0])
+    everything, right = tests(), True
+    checker = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"]
+    kinds: list[tuple[str, list[str], list[str], dict[str, str]]] = [
+        ("the suite of generated kernels, natively", [], everything, {}),
+        (
+            f"one of {options.every} under compute-sanitizer (memcheck, no cache of memory)",
+            checker,
+            everything[:: options.every],
+            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        ),
+    ]
+    for what, before, chosen, environment in kinds:
+        well, words, seconds = outcome(before, chosen, **environment)
+        right &= well
+        lines.append(f"| {what} | {len(chosen)} | {words} | {seconds:.0f} |")
+        print(lines[-1], flush=True)
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sys.exit(not right)
 
 
 if __name__ == "__main__":

@@ -74,3 +74,13 @@ def test_other_dtypes(dtype):
 def test_every_error_is_one_of_ours():
     for name in ("CaptureError", "InputError", "OptimizerError", "DifferentiationError", "MismatchError", "IRError"):
         assert issubclass(getattr(ws.errors, name), ws.WholestepError)
+
+
+def test_what_is_lost_without_a_compiler_is_said_once(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    model = fresh(Perceptron)
+    with pytest.warns(UserWarning, match=r"^no C\+\+ kernels are generated \(g\+\+ is not installed") as said:
+        step = ws.compile(model, squares, sgd(model), (X,), providers=["aten", "cpp"])
+    assert len(said) == 1
+    step(X)
+    assert {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}

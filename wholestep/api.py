@@ -62,12 +62,12 @@ from .transforms import (  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
-from .transforms.opportunity import do_nothing, possible, take, transform, whatever
+from .transforms.opportunity import do_nothing, policy_named, possible, take, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
-#: transformations that are taken wherever they are possible, by kind of device
-BY_ITSELF = {"cuda": ("channels_last",)}
+#: what is taken first, wherever it is possible: on GPUs, and where kernels are generated, which want it so as well
+FIRST = "channels_last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,7 @@ def compile(
     recipe: Sequence[str] = (),
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
+    policy: str | None = None,
     verify: bool = False,
 ) -> TrainStep:
     """Compiles one whole training step: forward, loss, backward, clipping and the optimizer's update.
@@ -138,9 +139,10 @@ def compile(
     shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
     memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
-        has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; results
-        do not change by a bit. Where it is cheaper, a loss over a large vocabulary is taken in chunks instead, which
-        adds in another order. One that cannot be met is an error that says the least that can (docs/memory.md).
+        has without a budget. Parts of forward are then computed again in backward, the cheapest that will do; with
+        PyTorch's kernels results do not change by a bit. Where it is cheaper, a loss over a large vocabulary is taken
+        in chunks instead, which adds in another order. One that cannot be met is an error that says the least that can
+        (docs/memory.md).
     level: transformations up to this level are taken by themselves: 1 single ops, 2 neighbours, 3 the whole step,
         4 devices and memories. 0 runs the program as it is, op by op; below 2 nothing is fused.
     providers: who may run what was fused: "aten" (PyTorch's kernels), "triton" (generated for NVIDIA GPUs), "cpp"
@@ -150,6 +152,8 @@ def compile(
         matrix products as one kernel with what comes before or after them, which takes long to build.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
+    policy: the name of a policy that was registered: it picks among what can still be done, up to `level`
+        (docs/transformations.md).
     verify: runs the first step in eager PyTorch too, on copies, and raises if any tensor differs.
 
     The model and the optimizer stay the truth: their tensors are updated in place, and compiled and eager steps may be
@@ -174,6 +178,7 @@ def compile(
         recipe=recipe,  # type: ignore[arg-type]
         force=force,  # type: ignore[arg-type]
         forbid=forbid,  # type: ignore[arg-type]
+        policy=policy,
         verify=verify,
     )
     check_options(options)
@@ -228,7 +233,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
-    policy = whatever(*BY_ITSELF[device.type]) if options.level and device.type in BY_ITSELF else do_nothing
+    policy = whatever(FIRST) if options.level and (fuses or device.type == "cuda") else do_nothing
     recipe = transform(
         program.module,
         policy,
@@ -241,6 +246,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     later = [d.name for d in suited if d.budgeted and options.memory_budget is not None]
     now = [d.name for d in suited if d.name not in later]
     recipe += take(program.module, now, not_fused(options.forbid), device)
+    if options.policy is not None:
+        levels, forbid = range(1, options.level + 1), not_fused(options.forbid)
+        recipe += transform(program.module, policy_named(options.policy), forbid=forbid, levels=levels, device=device)
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
@@ -331,10 +339,11 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
     providers = []
     for provider in providers_for(device, names) if options.level >= 2 else []:
         lost = provider.absent()
-        if lost:
-            warnings.warn(lost, stacklevel=2)
-        else:
+        if not lost:
             providers.append(provider)
+        elif lost not in step.lost:
+            step.lost.add(lost)
+            warnings.warn(lost, stacklevel=2)
     if all(p.name == "aten" for p in providers):
         return None
     if step.choices is None:
@@ -477,6 +486,8 @@ def as_batch(example: Any) -> Any:
 def check_options(options: Options) -> None:
     """Everything that can be said of the options without a model."""
     policy = parse_precision(options.precision)
+    if options.policy is not None:
+        policy_named(options.policy)
     if options.loss_scale != Scaling() and policy.low is not F16:
         raise InputError('loss_scale= belongs to precision="fp16"; bf16 and fp32 need no loss scale')
     if options.verify and policy.low is not None:

@@ -52,6 +52,8 @@ class Options:
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    #: the name of a registered policy, which picks among what is left to do
+    policy: str | None = None
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,10 @@ class Options:
             raise InputError(
                 f"memory_budget computes values again, which is a change of level 3, and level={self.level}"
             )
+        if self.policy is not None and not isinstance(self.policy, str):
+            raise InputError(f"policy is the name of a policy that was registered, not {self.policy!r}")
+        if self.policy is not None and not self.level:
+            raise InputError(f"policy={self.policy!r} picks transformations, and level=0 takes none")
         self._check_clipping()
         self._check_scaling()
         if not is_count(self.accumulate):

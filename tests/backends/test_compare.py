@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.backends import compare
+from wholestep.backends import compare, providers
 from wholestep.backends.choose import Choices
 from wholestep.backends.compare import Exact, difference, in_f32
 from wholestep.backends.generated import region_of
@@ -247,3 +247,25 @@ def test_sixteen_bits_are_given_their_rounding_and_no_more() -> None:
     assert difference([true.bfloat16()], [true], True) == ""
     assert difference([true.bfloat16()], [true], False) != ""
     assert difference([true * 1.1], [true], True) != ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_near_at_first_sight_is_finite_and_near_everywhere(dtype: torch.dtype) -> None:
+    low, y = dtype is not torch.float32, torch.randn(64, 64).to(dtype)
+    nothing, inside = torch.empty(0, dtype=dtype), torch.full_like(y, float("inf"))
+    found = {"right": (y.clone(), y), "zero": (0 * y, 0 * y), "none": (nothing, nothing), "infinite": (inside, inside)}
+    for name, index, value in (("far", 5, 9.0), ("nan", 0, float("nan")), ("infinity", 9, float("inf"))):
+        x = y.clone()
+        x.view(-1)[index] = value
+        found[name] = (x, y)
+    found["a little everywhere"] = (y * 1.1, y)
+    near = compare.are_near(*zip(*found.values(), strict=True), low)
+    assert dict(zip(found, near, strict=True)) == {name: name in ("right", "zero") for name in found}
+
+
+def test_numbers_are_drawn_once_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "DRAWN", 5)
+    for positive in (False, True):
+        for operand in neutral_inputs(region(lambda b, x: [b.tanh(x)], (7, 9), dtype=torch.float32), positive):
+            flat = operand.view(-1)
+            assert len(set(flat[:5].tolist())) == 5 and torch.equal(flat, flat[:5].repeat(13)[:63])

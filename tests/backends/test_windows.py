@@ -18,17 +18,17 @@ from wholestep.backends.kernels import spec_of
 from wholestep.backends.providers import Region
 from wholestep.dialects.step import StepBuilder, tensor_type
 from wholestep.ir import BF16, F32, TensorType, add_function, finish_function, module
-from wholestep.ir.core import Op
+from wholestep.ir.core import Op, Value
 
 LAST = torch.channels_last
 
 
-def convolution(part: str, given: list[torch.Tensor], around: bool = False, **how: Any) -> Region:
+def convolution(part: str, given: list[torch.Tensor], **how: Any) -> Region:
     """A region of one convolution, or of the gradient of its kernel."""
     function = add_function(module(), "f", [tensor_type(t) for t in given])
     b, values = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
     y = b.conv(*values, **how) if part == "forward" else b.conv_weight_grad(*values, **how)
-    finish_function(function, [b.relu(y)] if around else [y])
+    finish_function(function, [y])
     return region_of(function, None, [spec_of(t) for t in given], given[0].device)
 
 
@@ -105,10 +105,32 @@ def test_which_convolutions_it_takes() -> None:
     assert not any(map(windows.takes, others))
 
 
-def test_nothing_is_taken_along() -> None:
-    given = [torch.empty(s, dtype=torch.bfloat16, memory_format=LAST) for s in ((2, 3, 8, 8), (16, 3, 3, 3))]
-    how: Any = dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1))
-    assert "takes nothing along" in windows.why_not(convolution("forward", given, around=True, **how))
+def test_what_is_taken_along() -> None:
+    """Sums of what it makes, where channels lie innermost; nothing that makes its image, and no other results."""
+    shapes, how = ((2, 3, 32, 32), (16, 3, 3, 3)), dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1))
+
+    def sums(b: Any, x: Value, w: Value) -> list[Value]:
+        y = b.conv(x, w, **how)
+        return [y, b.sum(b.cast(y, dtype=F32), dims=(0, 2, 3))]
+
+    def before(b: Any, x: Value, w: Value) -> list[Value]:
+        return sums(b, b.relu(x), w)
+
+    def after(b: Any, x: Value, w: Value) -> list[Value]:
+        y = b.conv(x, w, **how)
+        return [y, b.relu(y)]
+
+    def region(build: Any, laid: torch.memory_format = LAST) -> Region:
+        function = add_function(module(), "f", [TensorType(s, BF16) for s in shapes])
+        block = function.regions[0].block
+        finish_function(function, build(StepBuilder(block), *block.arguments))
+        given = [torch.empty(s, dtype=torch.bfloat16, memory_format=laid) for s in shapes]
+        return region_of(function, None, [spec_of(t) for t in given], given[0].device)
+
+    assert windows.why_not(region(sums)) == "" and all("rows" in o.name for o in windows.offers(region(sums)))
+    assert "walks rows of windows" in windows.why_not(region(sums, torch.contiguous_format))
+    assert "once for each tap" in windows.why_not(region(before))
+    assert "no number per channel" in windows.why_not(region(after))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 import wholestep as ws
 from wholestep.budget import fit
+from wholestep.budget.choice import Choice
+from wholestep.budget.exact import Solved
 from wholestep.errors import InputError, MemoryBudgetError
 from wholestep.options import Options
 
@@ -202,6 +205,34 @@ def test_an_impossible_budget_says_the_least_that_works(case):
     assert step.plan().peak <= least
     with pytest.raises(MemoryBudgetError):
         run(case, steps=0, memory_budget=least * 9 // 10)
+
+
+class Uneven(fit.Fitter):
+    """Its plans need least where the model holds a little more than its least: 1,000 of the 7,400 of the whole step."""
+
+    def peak(self, again: frozenset[int]) -> int:
+        (memory,) = again
+        return 2000 + (300 if memory < 1050 else memory // 10)
+
+
+def test_the_least_is_looked_for_near_what_the_model_calls_the_least(monkeypatch):
+    def solved(memory: int) -> Solved:
+        return Solved(Choice(frozenset([memory]), 1.0, memory), 0.0)
+
+    solver = SimpleNamespace(leanest=lambda: solved(1000), cheapest=lambda at: solved(at) if at >= 1000 else None)
+    monkeypatch.setattr(fit, "measure", lambda segments, again: Choice(frozenset(), 0.0, 7400))
+    fitter = Uneven(None, None, None, None, solver)  # type: ignore[arg-type]
+    plan = SimpleNamespace(peak=7400, arena=7000)
+    least = min(fitter.peak(s.choice.again) for s in fitter.leanest(plan, enough=0))  # type: ignore[arg-type]
+    assert least == 2110
+
+
+def test_the_next_thing_to_try_counts_micro_batches_that_are_there():
+    with pytest.raises(MemoryBudgetError) as caught:
+        run("transformer", steps=0, memory_budget="1kB", accumulate=2)
+    message = str(caught.value)
+    assert message.endswith("accumulate=4") and "made by micro_batches" not in message
+    assert "memory that kernels take by themselves" in message
 
 
 def test_without_scipy_the_choice_is_greedy_and_says_so(monkeypatch):

@@ -53,6 +53,12 @@ def test_tied_parameters_are_one_argument_and_get_both_gradients():
     assert step.report().parameters == 1
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_eager_keeps_sparse(kind):
+    model, ids = fresh(lambda: kind(7, 4, sparse=True)), torch.tensor([[1, 2, 3], [0, 6, 6]])
+    compare(model, squares, [(ids,)] * 3, spread, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+
+
 def test_batchnorm_statistics_follow_eager():
     def make():
         return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,11 @@ def test_text_that_is_not_utf8(tmp_path, capsys):
 def test_an_output_that_cannot_be_written(program, tmp_path, capsys):
     assert main.main(["opt", program(PLAIN), "-o", str(tmp_path)]) == 1
     assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_a_plan_is_proved(program, capsys):
+    plan = (Path(__file__).parents[1] / "golden" / "move.mlir").read_text()
+    wait = '    "move.wait"(%1) {stream = 0 : i64} : (!move.token) -> ()\n'
+    assert wait in plan and main.main(["opt", program(plan), "--verify-only"]) == 0
+    assert main.main(["opt", program(plan.replace(wait, "")), "--verify-only"]) == 1
+    assert "nothing orders it after copy 0" in capsys.readouterr().err

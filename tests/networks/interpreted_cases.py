@@ -43,7 +43,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The provider, and the transformations that are taken by themselves on a GPU."""
     logging.disable(logging.WARNING)
     register_provider(Interpreted)
-    monkeypatch.setitem(api.BY_ITSELF, "cpu", api.BY_ITSELF["cuda"])
     monkeypatch.setattr(api, "DEFAULTS", tuple(replace(d, device="") for d in api.DEFAULTS))
     yield
     forget_provider(Interpreted.name)

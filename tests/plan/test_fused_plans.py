@@ -122,6 +122,25 @@ def test_every_option_goes_with_fusion(case: str) -> None:
     assert 0 < plan.lower_bound <= plan.arena
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_update_is_one_kernel_though_its_decay_may_change(kind: Any) -> None:
+    models = [fresh(lambda: nn.Linear(6, 3)) for _ in range(2)]
+    optimizers = [kind(m.parameters(), lr=0.05) for m in models]
+    x, loss = data(5, 6), nn.functional.mse_loss
+    y = torch.zeros(5, 3)
+    step = ws.compile(models[0], loss, optimizers[0], (x, y), providers=["aten", "loops"], tune=False)
+    update = [k.provider for k in step.plan().launches if k.phase == "update" and k.provider != "host"]
+    assert update == ["loops"] * 2  # of two parameters
+    for decay in (0.0, 0.5, 0.0):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["weight_decay"] = decay
+        step(x, y)
+        optimizers[1].zero_grad()
+        loss(models[1](x), y).backward()
+        optimizers[1].step()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-5, atol=1e-6)
+
+
 def test_fusion_needs_no_more_memory_and_fewer_launches() -> None:
     for name in NETWORKS:
         fused, plain = compiled(name, "loops")[1].plan(), compiled(name, "")[1].plan()

@@ -64,6 +64,18 @@ def test_why_not_asks_for_ops_that_are_there():
     assert compiled(providers=["aten"]).why_not(GELU, NORM).startswith("nothing is fused in this step: only ATen")
 
 
+def test_why_not_takes_names_of_layers_and_ops():
+    step = compiled()
+    assert step.why_not("1", "2") == step.why_not("gelu", "2/forward") == step.why_not(GELU, NORM)
+    assert step.why_not("0", "1") == step.why_not(PRODUCT, GELU)
+    with pytest.raises(InputError, match=r"'2\.norm' fits no op of the step"):
+        step.why_not("2.norm", "1")
+    with pytest.raises(InputError, match="cross_entropy_grad#0 is no part of a kernel by itself: it is a view"):
+        step.why_not("cross_entropy_grad", NORM)
+    with pytest.raises(InputError, match=r"named by text, .* not by int"):
+        step.why_not(1, 2)
+
+
 def test_why_not_where_aten_is_faster(monkeypatch):
     def slow(region):
         run = launcher(region)

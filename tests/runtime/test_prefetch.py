@@ -79,3 +79,17 @@ def test_on_a_gpu_batches_are_sent_before_they_are_asked_for(monkeypatch, ahead,
     assert next(batches) == 0
     assert sent == list(range(first_sent))
     assert list(batches) == [1, 2, 3, 4] and sent == [0, 1, 2, 3, 4]
+
+
+def test_without_a_device_batches_go_where_this_machine_computes():
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    (batch,) = ws.prefetch([(data(2, 4),)])
+    assert batch[0].device.type == there
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"loader": 5}, "goes through a loader"), ({"loader": [], "ahead": 1.5}, "at least 1")]
+)
+def test_what_is_no_loader_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ws.prefetch(**given)

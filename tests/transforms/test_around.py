@@ -200,9 +200,8 @@ def test_a_step_whose_provider_refuses_them_runs_the_loops_and_the_convolution_a
         for model, compiled in zip(models, (False, True), strict=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             if compiled:
-                step = ws.compile(
-                    model, lambda m, x: m(x).square().mean(), optimizer, (x,), providers=["aten", "picky"], tune=False
-                )
+                options = {"providers": ["aten", "picky"], "tune": False, "forbid": ["channels_last"]}
+                step = ws.compile(model, lambda m, x: m(x).square().mean(), optimizer, (x,), **options)
                 losses.append([float(step(x)) for _ in range(3)])
                 ran = [(launch.provider, launch.name) for launch in step.plan().launches]
                 assert [provider for provider, name in ran if "conv" in name] == ["aten"] * 3

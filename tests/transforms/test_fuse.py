@@ -21,7 +21,7 @@ from wholestep.ir import F32, TensorType, add_function, finish_function, module,
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.expand import expanded
-from wholestep.transforms.fuse import dissolve, fuse
+from wholestep.transforms.fuse import Fuser, dissolve, fuse
 from wholestep.transforms.regions import Bodies
 
 
@@ -216,6 +216,22 @@ def test_two_long_ways_around() -> None:
     again = program([MATRIX, MATRIX], build)
     for mine, true in zip(run_fused(function, inputs, fusion), Executable(again)(inputs), strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+
+
+def test_order_of_an_op_that_came_before_two_others_of_which_one_reads_the_other() -> None:
+    function = program([MATRIX], lambda b, x: b.add(a := b.tanh(x), b.contract(a, a, spec="mk,nk->mn")))
+    block = function.regions[0].block
+    tanh, contract, add, end = list(block)
+    for op in (add, tanh, contract, end):
+        op.detach()
+        block.append(op)
+    Fuser(function).sort()
+    verify(root_of(function))
+    assert list(block) == [tanh, contract, add, end]
+
+    tanh.replace_operand(block.arguments[0], add.results[0])
+    with pytest.raises(AssertionError, match="would have to run before itself"):
+        Fuser(function).sort()
 
 
 def test_views_of_a_kernels_result_are_read_outside() -> None:

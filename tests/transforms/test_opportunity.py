@@ -19,6 +19,7 @@ from wholestep.transforms.opportunity import (
     fewest_bytes,
     forget_transformation,
     opportunities,
+    register_policy,
     register_transformation,
     sites,
     transform,
@@ -177,3 +178,38 @@ def test_numerics_changing_transformations_are_never_picked(counting, monkeypatc
     monkeypatch.setattr(Rename, "keeps_numerics", False)
     step, _, _ = run()
     assert transform(step.program().clone(), fewest_bytes) == []
+
+
+def test_a_policy_of_a_user_is_asked_until_it_picks_nothing():
+    seen: list[str] = []
+
+    @register_policy
+    def norms_again(found):
+        seen.extend(o.transformation for o in found)
+        return next((o for o in found if o.key.startswith("recompute ") and "/layer_norm#" in o.site), None)
+
+    plain, losses, _ = run()
+    step, other, _ = run(policy="norms_again")
+    assert step.recipe == [*plain.recipe, "recompute step/2/forward/layer_norm#0"] and losses == other
+    assert "side-updates" not in seen and "offload" not in seen  # of no use on a CPU, and of a higher level
+    assert run(policy="norms_again", forbid=["recompute *"])[0].recipe == plain.recipe
+    assert run(policy="norms_again", level=2)[0].recipe == plain.recipe
+
+    @register_policy
+    def picks_what_is_not_there(found):
+        return Opportunity("recompute", "step/9/forward/gelu#0")
+
+    for name, message in (
+        ("norms_agian", "there is no policy 'norms_agian'.*did you mean 'norms_again'"),
+        ("picks_what_is_not_there", "picks one of the opportunities that it is given"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(policy=name)
+    with pytest.raises(InputError, match="level=0 takes none"):
+        run(policy="norms_again", level=0)
+
+
+@pytest.mark.parametrize("option", ["force", "forbid"])
+def test_a_misspelt_transformation_is_told_of(option):
+    with pytest.raises(InputError, match=r"fits no opportunity.*did you mean 'recompute'"):
+        run(**{option: ["recompte */gelu#*"]})

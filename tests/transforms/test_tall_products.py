@@ -158,6 +158,26 @@ def test_what_nobody_runs_comes_apart_again() -> None:
             torch.testing.assert_close(mine, true, rtol=2e-2, atol=2e-2)
 
 
+def test_a_convolution_of_few_channels_sums_up_what_it_makes() -> None:
+    def build(b: Any, x: Value, w: Value) -> list[Value]:
+        y = b.conv(x, w, stride=(2, 2), padding=(3, 3), dilation=(1, 1))
+        return [b.cast_to(normal(b, y, *sums(b, y, y)), BF16)]
+
+    def first(channels: int, faster: bool, recipe: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+        """The anchor and the sums of the first kernel, and the recipe."""
+        function = program([TensorType(s, BF16) for s in ((N, channels, 64, 64), (16, channels, 7, 7))], build)
+        clock, alone = Clock(faster), lambda op: op.name == "step.conv"
+        fusion = fuse(function, bodies=Bodies(), seconds=clock, alone=alone, recipe=recipe)
+        body = lookup(root_of(function), regions_of(function)[0].callee).regions[0].block
+        lines = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
+        return [op.name for op in body if op.name in ("step.conv", "step.sum")], lines
+
+    joined, lines = first(3, faster=True)
+    assert joined == ["step.conv", "step.sum", "step.sum"]
+    assert first(3, faster=True, recipe=lines)[0] == joined
+    assert first(3, faster=False)[0] == first(16, faster=True)[0] == ["step.conv"]
+
+
 def test_only_products_that_wait_for_memory() -> None:
     def one(spec: str, *shapes: tuple[int, ...]) -> bool:
         function = program([TensorType(s, BF16) for s in shapes], lambda b, x, w: [b.contract(x, w, spec=spec)])

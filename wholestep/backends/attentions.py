@@ -18,8 +18,9 @@ from ..dialects.step.attention_cuda import CUDNN, CUDNN_REPEATED, EFFICIENT
 from ..ir.builtin import functions
 from ..ir.core import Block, Op, Value
 from ..ir.types import TensorType
-from .choose import difference, first_line, on_cpu, on_gpu
+from .compare import difference, first_line
 from .store import Choice, Store, Timed, fingerprint
+from .timing import on_cpu, on_gpu
 
 aten = torch.ops.aten
 #: another kernel must take less than this share of the time of PyTorch's own choice, whose results are eager's bits

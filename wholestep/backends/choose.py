@@ -10,13 +10,12 @@ more tries the rest.
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -33,20 +32,15 @@ from . import compare
 from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
 from .store import Choice, Objects, Store, Timed, digest, fingerprint
+from .timing import make_room, on_cpu, on_gpu
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
 #: inside a plan than alone
 MARGIN = 1.0
-#: seconds that timing one way may take
-PATIENCE = {"cpu": 0.04, "cuda": 0.01}
 #: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
 HEAVY, MORE = 0.7, 3
 #: a region whose best guess takes at most so many times as long as its bytes do has nothing to gain
 NEAR = 1.2
-#: a way is timed by one call where that took so many times as long as the best way, and so many seconds
-CLEARLY, SLOW = 3.0, 1e-3
-#: on a GPU: so many times as long as the best way, and so many seconds more, which launching may take
-CLEARLY_ON_GPU, LAUNCHING = 2.0, 1e-4
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
 #: what is noted of a way that has ended a process
@@ -70,6 +64,11 @@ class Chosen:
     excluded: list[Timed] = field(default_factory=list)
 
 
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass
 class Choices:
     """Decides about regions, and remembers."""
@@ -87,6 +86,11 @@ class Choices:
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "build": 0.0, "measure": 0.0})
     #: bytes per second of the device's memory, where they are known
     bandwidth: float = math.inf
+    #: the providers that take part now
+    contenders: list[Provider] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contenders = self.providers
 
     @property
     def objects(self) -> Objects | None:
@@ -96,10 +100,14 @@ class Choices:
     def takes(self, op: object) -> bool:
         return any(p.takes(op) for p in self.providers)  # type: ignore[arg-type]
 
-    def decide(self, regions: Iterable[Region]) -> None:
-        """Chooses for regions that nothing is known of yet."""
+    def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
+        """Chooses for regions that nothing is known of yet. later: regions like which some will be asked for next.
+
+        aten: whether ATen takes part. Where it wins its ops lie as they like, and what reads them is another region.
+        """
+        self.contenders = [p for p in self.providers if aten or p.name != "aten"]
         try:
-            contests = self.hold(regions)
+            contests = self.hold(regions, later)
         finally:
             if self.ahead is not None:
                 self.ahead[1].drop()
@@ -108,7 +116,7 @@ class Choices:
         if self.device.type == "cuda" and any(c.timed for c in contests.values()):
             torch.cuda.empty_cache()  # what operands took is the step's again
 
-    def hold(self, regions: Iterable[Region]) -> dict[str, Contest]:
+    def hold(self, regions: Iterable[Region], later: Sequence[Region] = ()) -> dict[str, Contest]:
         """Contests for regions that nothing is known of: first of best guesses, then of all where it is worth it."""
         launches, contests = Counter[str](), dict[str, Contest]()
         start = time.perf_counter()
@@ -120,6 +128,8 @@ class Choices:
                 contests[region.key] = contest = self.contest(region)
                 contest.tried = contest.first(self.measure)
                 self.begin(contest.tried)
+        for region in later if self.ahead is not None else ():
+            self.begin(self.contest(region).first(self.measure), perhaps=True)
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
@@ -151,7 +161,7 @@ class Choices:
     def winner(self, region: Region, choice: Choice) -> Pair | None:
         """The way that won before, where its provider still has it."""
         name, _, way = choice.winner.partition(":")
-        for provider in self.providers:
+        for provider in self.contenders:
             if provider.name == name:
                 try:
                     offer = provider.offer(region, way)
@@ -288,7 +298,7 @@ class Choices:
         """All ways to run a region, and why some providers have none."""
         found: list[Pair] = []
         refused: dict[str, str] = {}
-        for provider in self.providers:
+        for provider in self.contenders:
             try:
                 why = provider.claims(region)
                 found += [] if why else [(provider, offer) for offer in provider.offers(region)]
@@ -313,7 +323,7 @@ class Choices:
         return version_of([Path(compare.__file__)])
 
     def store_key(self, region: str) -> str:
-        return f"{region} {'+'.join(p.name for p in self.providers)}"
+        return f"{region} {'+'.join(p.name for p in self.contenders)}"
 
     def build(self, pairs: Sequence[Pair], tell: bool = False) -> Built:
         """What runs offers, by their keys, or why nothing does. tell: reports progress."""
@@ -359,6 +369,8 @@ class Choices:
             contest.waiting = usable  # ATen alone is no contest: it is timed once there is somebody to compare with
         elif looks_up_what_it_computes(contest.region):
             contest.give_up("it looks up by numbers that it computes")
+        elif self.device.type == "cpu" and contest.region.bytes > host_memory():  # nothing tells of it in time
+            contest.give_up("out of memory")
         else:
             ways = [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting]
             if self.device.type == "cuda":
@@ -370,7 +382,10 @@ class Choices:
 
     @torch.no_grad()
     def compare(self, contest: Contest, usable: Sequence[Way]) -> None:
-        """Times every way whose result is right; ATen itself last, so that it is not timed long where it is slow."""
+        """Times every way whose result is right; ATen itself last, so that it is not timed long where it is slow.
+
+        It has run before, for the wanted results: the call that is compared may be enough.
+        """
         region, timed = contest.region, contest.timed
         contest.waiting = []
         reference = op_by_op(region)
@@ -382,23 +397,27 @@ class Choices:
         except Exception as error:  # what was made up for operands does not suit the ops
             contest.give_up(first_line(error))
             return
-        if any(bool(t.isnan().any()) for t in wanted if t.is_floating_point()):
+        if has_nan(wanted):
             inputs = neutral_inputs(region, True)
             wanted = reference(*inputs)
         low = rounds(region)
         turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else TURNED
         exact = Exact(region, inputs, wanted)
+        outputs = [empty(s, self.device) for s in region.results]
         for provider, offer, run in usable:
-            outputs = [spoilt(empty(s, self.device), w) for s, w in zip(region.results, wanted, strict=True)]
+            for output, right in zip(outputs, wanted, strict=True):
+                spoilt(output, right)
             scratch = [empty(s, self.device) for s in offer.scratch]
             tensors = (*inputs, *outputs, *scratch)
             best = math.inf if contest.best is None else contest.best[0]
             try:
+                start = time.perf_counter()
                 run(*tensors)
+                before = time.perf_counter() - start if provider.name == "aten" else 0.0
                 self.wait()
                 why = difference(outputs, wanted, low, turned)
                 why = exact.judge(outputs, why, turned) if why and low else why
-                seconds = 0.0 if why else self.time(lambda: run(*tensors), best)  # noqa: B023
+                seconds = 0.0 if why else self.time(lambda: run(*tensors), best, before)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
                 if not self.answers():
@@ -455,12 +474,16 @@ class Choices:
         told = f"a kernel that was tried for {what} ({way}) broke the device for this process: {first_line(error)}"
         raise WholestepError(f"{told}.\n{then}") from error
 
-    def time(self, call: Callable[[], object], to_beat: float = math.inf) -> float:
-        """Seconds of one call: the least of several, on a GPU as part of a graph so that launching costs nothing.
+    def time(self, call: Callable[[], object], to_beat: float = math.inf, before: float = 0.0) -> float:
+        """Seconds of one call. before: those that it took on a CPU when it was called last."""
+        if self.stream is None:
+            return on_cpu(call, to_beat, before)
+        return on_gpu(call, self.device, to_beat, self.stream)
 
-        One that is clearly slower than what it has to beat is called once.
-        """
-        return on_gpu(call, self.device, to_beat) if self.device.type == "cuda" else on_cpu(call, to_beat)
+    @cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where a GPU is timed: one for all, since memory that ops take is kept per stream."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
 
 @dataclass(slots=True, eq=False)
@@ -559,59 +582,9 @@ def words(name: str) -> list[str]:
     return re.findall(r"\d+|[^\d\s]+", name)
 
 
-def on_cpu(call: Callable[[], object], to_beat: float = math.inf) -> float:
-    call()
-    best, end = float("inf"), time.perf_counter() + PATIENCE["cpu"]
-    while True:
-        start = time.perf_counter()
-        call()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now >= end or best > max(CLEARLY * to_beat, SLOW):
-            return best
-
-
-def make_room(device: torch.device) -> None:
-    """Gives memory that torch holds for later back: a graph cannot take it, nor others what a graph had. Seldom, as it
-    takes long."""
-    free, whole = torch.cuda.mem_get_info(device)
-    if free < whole // 2:
-        torch.cuda.empty_cache()
-
-
-def on_gpu(call: Callable[[], object], device: torch.device, to_beat: float = math.inf) -> float:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        first, then = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record(stream)
-        call()
-        then.record(stream)
-        then.synchronize()
-        once = first.elapsed_time(then) / 1e3
-        if once > CLEARLY_ON_GPU * to_beat + LAUNCHING:
-            return once
-        count = min(10, max(1, int(1e-3 / max(once, 1e-6))))  # a slow one shows in fewer calls
-        graph = torch.cuda.CUDAGraph()
-        make_room(device)
-        graph.capture_begin()  # (torch.cuda.graph would give all free memory back to the driver first, each time)
-        try:
-            for _ in range(count):
-                call()
-        except Exception:
-            with suppress(RuntimeError):  # the graph is void: what it says about that is not the reason
-                graph.capture_end()
-            graph.reset()
-            raise
-        graph.capture_end()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        for mark in marks:
-            graph.replay()
-            mark.record(stream)
-    stream.synchronize()
-    best = min(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / count / 1e3
-    graph.reset()
-    return best
+def has_nan(tensors: Sequence[torch.Tensor]) -> bool:
+    found = [t.isnan().any() for t in tensors if t.is_floating_point()]
+    return bool(found) and bool(torch.stack(found).any())  # (waits for the device once)
 
 
 def empty(spec: object, device: torch.device) -> torch.Tensor:

@@ -393,6 +393,10 @@ def smallest_table(region: Region) -> int:
     return min(sizes)
 
 
+#: so many numbers are drawn for an operand, and then repeated: a prime, so that they fall on other rows every time
+DRAWN = 262_147
+
+
 def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
     """Operands to try a region with. Integers are 0, or 1 where every table that is looked up in has that."""
     generator = torch.Generator(device=region.device).manual_seed(1)
@@ -401,7 +405,12 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True)) if 0 not in spec.shape else 0
         flat = torch.empty(span, dtype=spec.dtype, device=region.device)
         if spec.dtype.is_floating_point:
-            flat.uniform_(0.05, 1.05, generator=generator) if positive else flat.normal_(generator=generator)
+            drawn = flat[:DRAWN]
+            drawn.uniform_(0.05, 1.05, generator=generator) if positive else drawn.normal_(generator=generator)
+            done = DRAWN
+            while done < span:  # (drawing takes long)
+                flat[done : 2 * done] = flat[: min(done, span - done)]
+                done *= 2
         else:
             top = min(2, smallest_table(region))
             flat.copy_(torch.randint(0, top, (span,), generator=generator, device=region.device))

@@ -2,7 +2,8 @@
 
 Such a convolution has few taps or few channels: that of a photograph, whose channels libraries fill up to eight, or of
 two samples far apart. It, or the gradient of its kernel, is a region of its own, timed against the library; the
-generated product (`triton/contraction.py`) gathers windows from the image as it lies.
+generated product (`triton/contraction.py`) gathers windows from the image as it lies. Where it walks them row by row
+(`triton/window_rows.py`) it may sum up what it makes as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..dialects.step.convolution import Conv, ConvWeightGrad
 from ..ir.core import Op
-from ..transforms.around import is_work
+from ..transforms.around import NotAround, is_work, sides_of
 from ..transforms.loops import NotLoops, lowered
 from .convolution_ops import shapes_of
 from .providers import Launcher, Offer, Progress, Region
@@ -45,18 +46,34 @@ def takes(op: Op) -> bool:
 
 def why_not(region: Region) -> str:
     """Empty where the region is a product that can be generated, else why it is not."""
-    if sum(map(is_work, region.body.regions[0].block)) > 1:
-        return "a convolution as a product takes nothing along: its image would be made once for each tap"
     try:
+        if sums_up(region):
+            return "" if candidates(region) else "a convolution sums up what it makes where it walks rows of windows"
         return product().why_not(lowered(region.body), region.specs)
     except NotLoops as error:
         return str(error)
+    except NotAround as error:
+        return f"what is around a convolution as a product: {error}"
+
+
+def sums_up(region: Region) -> bool:
+    """Whether a region is more than a convolution. What makes its image is none of it: that would be for each tap."""
+    if sum(map(is_work, region.body.regions[0].block)) == 1:
+        return False
+    if sides_of(region.body).before is not None:
+        raise NotAround("its image would be made once for each tap")
+    return True
+
+
+def candidates(region: Region) -> list[Any]:
+    """The kernels worth timing, the best guess first."""
+    kernel = lowered(region.body)
+    return (product().over_rows if sums_up(region) else product().candidates)(kernel, region.specs)
 
 
 def offers(region: Region) -> list[Offer]:
     """The tiles worth timing."""
-    found = product().candidates(lowered(region.body), region.specs)
-    return [Offer(f"windows {c.name}", c.key, tuple(c.scratch), c) for c in found]
+    return [Offer(f"windows {c.name}", c.key, tuple(c.scratch), c) for c in candidates(region)]
 
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:

@@ -10,7 +10,7 @@ large vocabulary may be taken in chunks: the step is fitted with and without tha
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ from ..ir.builtin import lookup
 from ..ir.core import Op
 from ..ir.passes import run_pipeline
 from ..machine.description import Description, shipped
-from ..plan import Plan
+from ..plan import Buffer, Launch, Plan
 from ..plan.planner import Planned
 from ..transforms.chunked_loss import large_losses
 from ..transforms.fusion_wishes import Wishes
@@ -45,6 +45,10 @@ from .windows import note_windows
 TRIALS = 6
 #: a choice that leaves less than this share of the activations unused is good enough
 SLACK = 0.02
+#: where nothing fits: which parts of what the model can save are tried above its least, and how often less than the
+#: least that was found is asked for
+NEAR = (64, 32, 16, 8, 4)
+ROUNDS = 4
 
 
 @dataclass(slots=True)
@@ -125,14 +129,22 @@ class Fitter:
                 limit = max(limit + left, (bad + good) // 2) if fitting else limit - step
         return min(fitting, key=lambda s: s.choice.seconds, default=None)
 
-    def leanest(self, before: Plan) -> list[Solved]:
-        """Choices that need nearly as little as any can, by the model and by the plan, whatever the budget is."""
+    def leanest(self, before: Plan, enough: int) -> list[Solved]:
+        """Choices that need nearly as little as any can, by the model and by the plan; more until one fits `enough`.
+
+        What the model calls leaner need not be so for the plan, so its neighbours are tried too, and then ever less.
+        """
         least = self.solver.leanest()
         span = measure(self.segments, ()).memory - least.choice.memory
-        more = [self.solver.cheapest(least.choice.memory + span * share // 10) for share in (1, 2)]
+        more = [self.solver.cheapest(least.choice.memory + span // part) for part in NEAR]
         found = [least, *[m for m in more if m is not None]]
-        better = self.search(min(self.peak(s.choice.again) for s in found) - 1, before)
-        return found if better is None else [*found, better]
+        for _ in range(ROUNDS):
+            needed = min(self.peak(s.choice.again) for s in found)
+            better = self.search(needed - 1, before) if needed > enough else None
+            if better is None:
+                break
+            found.append(better)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +235,7 @@ def fit_budget(
     setting = Setting(trials, allowed, machine, forbidden, offload)
     fit = cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
     if not fit.fits:
-        raise MemoryBudgetError(impossible(fit.plan, allowed))
+        raise MemoryBudgetError(impossible(fit.plan, allowed, micro_batches(function)))
     return describe(fit, allowed, plan, fit.plan, machine), fit.apply(module)
 
 
@@ -317,7 +329,7 @@ def fitted(start: Start, setting: Setting) -> Fit | None:
 def leanest(start: Start, setting: Setting) -> Fit:
     """What needs next to no memory, whether it fits or not; with values sent away where it does not."""
     fitter = start.fitter
-    lean = fitter.leanest(start.planned.plan)
+    lean = fitter.leanest(start.planned.plan, setting.allowed)
     fitting = [s for s in lean if fitter.peak(s.choice.again) <= setting.allowed]
     if fitting:
         return Fit(fitter, min(fitting, key=lambda s: s.choice.seconds), Away(), start.losses)
@@ -395,30 +407,40 @@ def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Descript
     )
 
 
-def impossible(plan: Plan, budget: int) -> str:
+def impossible(plan: Plan, budget: int, micro_batches: int = 1) -> str:
     """Why a budget cannot be met, the least that can, and what that is made of. `plan`: that of the leanest step."""
-    parts = dict.fromkeys(WORDS.values(), 0)
-    curve = plan.live_bytes()
-    at = max(range(len(curve)), key=curve.__getitem__, default=0)
-    largest, where = 0, ""
-    for buffer in plan.buffers:
-        if buffer.base >= 0 or buffer.space == "host":
-            continue
-        in_arena = buffer.space == "arena"
-        if in_arena and not buffer.first <= at <= buffer.last:
-            continue
-        parts[WORDS.get(buffer.lifetime, "activations")] += buffer.bytes
-        if in_arena and buffer.bytes > largest and buffer.first >= 0:
-            launch = plan.launches[buffer.first]
-            largest, where = buffer.bytes, f"{launch.name.removeprefix('step.')} in {launch.layer or launch.phase}"
+    held = list(held_at_peak(plan))
+    parts = {"memory that kernels take by themselves": plan.made}
+    for _, buffer in held:
+        word = WORDS.get(buffer.lifetime, "activations")
+        parts[word] = parts.get(word, 0) + buffer.bytes
+    own = [(b.bytes, launches[b.first]) for launches, b in held if b.space == "arena" and b.first >= 0]
+    largest, launch = max(own, key=lambda o: o[0], default=(0, None))
+    made_by = "" if launch is None else f"{launch.name.removeprefix('step.')} in {launch.layer or launch.phase}"
     shown = ", ".join(f"{name} {size_text(b)}" for name, b in sorted(parts.items(), key=lambda p: -p[1]) if b)
     needed = plan.peak
+    grows = sum(parts.get(word, 0) for word in ("activations", "temporaries", "the batch"))  # with the batch
+    accumulate = f", or accumulate={2 * micro_batches}" if grows > parts.get("parameters", 0) else ""
     return (
         f"memory_budget is {size_text(budget)} ({budget:,} bytes), and the least found to do for this step is "
         f"{size_text(needed)} ({needed:,} bytes), with all that helps computed again in backward. At its peak there "
-        f"are {shown}; the largest tensor of the step's own is {size_text(largest)}, made by {where}. "
-        f"Give memory_budget={needed} or more, a smaller batch, or accumulate=2"
+        f"are {shown}; the largest tensor of the step's own is {size_text(largest)}, made by {made_by}. "
+        f"Give memory_budget={needed} or more, or a smaller batch{accumulate}"
     )
+
+
+def held_at_peak(plan: Plan) -> Iterator[tuple[list[Launch], Buffer]]:
+    """What owns memory when most of the arena is in use, with the launches it counts by; that of micro-batches too."""
+    curve = plan.live_bytes()
+    at = max(range(len(curve)), key=curve.__getitem__, default=0)
+    inside = plan.launches[at] if plan.launches and plan.launches[at].body >= 0 else None
+    for number, buffer in enumerate(plan.buffers):
+        if buffer.base >= 0 or buffer.space == "host" or (inside is not None and number == inside.workspace):
+            continue
+        if buffer.space != "arena" or buffer.first <= at <= buffer.last:
+            yield plan.launches, buffer
+    if inside is not None:
+        yield from (held for held in held_at_peak(plan.bodies[inside.body]) if held[1].space == "arena")
 
 
 #: what the memory of a plan is called in an error
@@ -434,6 +456,11 @@ WORDS = {
     "output": "outputs",
     "workspace": "temporaries",
 }
+
+
+def micro_batches(function: Op) -> int:
+    """How many micro-batches a step takes its batch in."""
+    return next((op.count for op in function.regions[0].block if op.definition is MicroBatches), 1)
 
 
 def forward_function(module: Op, function: Op) -> Op:

@@ -257,14 +257,14 @@ def _select_scatter(imp, x, src, dim, index):
 
 @aten("embedding")
 def _embedding(imp, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    if scale_grad_by_freq or sparse:
+    if scale_grad_by_freq:
         return NotImplemented
     return imp.b.embedding(weight, indices, padding_idx=padding_idx)
 
 
 @aten("gather")
 def _gather(imp, x, dim, index, sparse_grad=False):
-    if x.type.rank == 0 or index.type.rank != x.type.rank or sparse_grad:
+    if x.type.rank == 0 or index.type.rank != x.type.rank:
         return NotImplemented
     return imp.b.gather(x, index, dim=normalize_dim(dim, x.type.rank))
 

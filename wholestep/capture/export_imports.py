@@ -29,10 +29,12 @@ class Later(ModuleType):
 @contextmanager
 def put_off(name: str) -> Iterator[None]:
     """Modules that are imported meanwhile and import this one get it when they use it."""
-    if name in sys.modules or importlib.util.find_spec(name) is None:
+    found = None if name in sys.modules else importlib.util.find_spec(name)
+    if found is None:
         yield
         return
     later = sys.modules[name] = Later(name)
+    later.__spec__ = found  # torch asks where it lies
     try:
         yield
     finally:

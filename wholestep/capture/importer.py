@@ -80,6 +80,8 @@ VIEWS_OF_LISTS = {"broadcast_tensors", "meshgrid"}
 WITH_STATISTICS = {"batch_norm", "instance_norm"}
 #: the same, for backends alone: their functional forms are those above
 HIDDEN_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+#: arguments that say how eager keeps a gradient; a program's gradients are dense, and the same numbers
+KEPT_SPARSE = ("sparse", "sparse_grad")
 RANDOM_IN_PLACE = {"uniform_", "normal_", "bernoulli_", "exponential_"}
 
 
@@ -229,6 +231,7 @@ class Importer:
 
     def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
         """The values of a call: by its handler, or as an opaque op."""
+        args, kwargs = with_dense_gradients(target, args, kwargs)
         key = str(target).removeprefix("aten.")  # (operators of other namespaces keep theirs)
         handler = HANDLERS.get(key)
         if handler is not None and (key in COMPLEX_TOO or not any_complex(args, self.expected)):
@@ -470,6 +473,14 @@ def draws_nothing(target: Any, args: Any, kwargs: Any) -> bool:
     names = [a.name for a in schema_of(target).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return any(given.get(name) == 0 for name in ("dropout", "dropout_p", "p") if name in given)
+
+
+def with_dense_gradients(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    names = [a.name for a in schema_of(target).arguments]
+    if not any(name in KEPT_SPARSE for name in names):
+        return args, kwargs
+    args = [False if name in KEPT_SPARSE else value for name, value in zip(names, args, strict=False)]
+    return args, {name: value for name, value in kwargs.items() if name not in KEPT_SPARSE}
 
 
 def wrap(out: Any) -> Any:

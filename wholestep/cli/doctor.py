@@ -129,11 +129,11 @@ def missing(machine: Machine) -> list[tuple[str, str]]:
         first, last = (".".join(map(str, numbers)) for numbers in TORCH_SERIES)
         found.append((f"torch {first} to {last}", f"certainty: torch {machine.torch} is outside what is tested"))
     if not machine.cuda:
-        found.append(("CUDA device", "training on a GPU; programs run on the CPU through ATen"))
+        found.append(("CUDA device", "training on a GPU; programs run on the CPU"))
     if not any(machine.compilers.get(tool) for tool in ("g++", "clang++")):
-        found.append(("C++ compiler", "nothing yet: the generator of CPU kernels, still to come, will need one"))
+        found.append(("C++ compiler", "generated CPU kernels: steps run op by op through ATen, with more traffic"))
     if machine.cuda and not machine.packages.get("triton"):
-        found.append(("triton", "nothing yet: the generator of GPU kernels, still to come, will need it"))
+        found.append(("triton", "generated GPU kernels: steps run op by op through ATen, with more traffic"))
     if machine.mlir_opt is None:
         found.append(("mlir-opt", "tests that have stock MLIR judge our text (Debian package mlir-22-tools)"))
     if not machine.packages.get("rich"):

@@ -1,6 +1,7 @@
 """`wholestep opt`: reads a program as text, runs passes on it, prints it again. Our mlir-opt.
 
-The program is verified before the first pass and after the last; an error in the text names file, line and column.
+The program is verified before the first pass and after the last, and a plan is proved by the rules of its phase; an
+error in the text names file, line and column.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wholestep.errors import InputError
+
+if TYPE_CHECKING:
+    from wholestep.ir import Op
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     text, filename = _read(args.file)
     context = dialects.context(allow_unregistered=args.allow_unregistered)
     module = ir.parse(text, context, filename, verify=True)
+    _prove(module)
     if args.verify_only:
         return 0
     if args.passes:
@@ -42,8 +48,17 @@ def run(args: argparse.Namespace) -> int:
 
         passes.run_pipeline(module, args.passes)
         ir.verify(module)
+        _prove(module)
     _write(ir.print_module(module, locations=args.locations), args.output)
     return 0
+
+
+def _prove(module: Op) -> None:
+    """Checks a plan as a whole; a program without one passes."""
+    if "move.phase" in module.attributes:
+        from wholestep.dialects.move import verify_plan
+
+        verify_plan(module)
 
 
 def _list() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -42,8 +43,8 @@ from .side import add_waits, hurried, keep_arguments, released, side_launches
 
 #: bytes that addresses are multiples of
 ALIGNMENT = {"cpu": 64, "cuda": 256}
-#: how often a function is flattened until every region has its provider
-ATTEMPTS = 8
+#: how often a function is flattened until ATen takes no part any more, and until the rest is run op by op
+ATTEMPTS, MOST = 6, 100
 #: marks concatenations that are to be in place while ops become kernels
 HELD = "plan.held"
 _LIFETIMES = {"parameter": "param", "optimizer_state": "opt_state", "batch": "batch", "constant": "constant"}
@@ -201,25 +202,28 @@ class _Planner:
     def decided(self, function: Op, joined: Joined, regions: Regions, fusion: Fusion, batches: Batches) -> Flat:
         """The launches once every region has its provider."""
         assert self.choices is not None
-        for attempt in range(ATTEMPTS):
+        for attempt in itertools.count():
             flat = joined(regions)
-            late = attempt >= ATTEMPTS - 3
-            if flat.undecided and not late:
+            single = [r for r in flat.undecided if not r.parts]
+            if flat.undecided and attempt >= MOST:
+                self.take_apart(function, regions, fusion, batches, set(function.regions[0].block))
+            elif single:  # (late without ATen: layouts keep changing with what it runs)
+                self.choices.decide(single, [r for r in flat.undecided if r.parts], aten=attempt < ATTEMPTS)
+            elif flat.op_by_op:
+                self.take_apart(function, regions, fusion, batches, set(flat.op_by_op))
+            elif flat.undecided:  # batches come last: they read what the others make, as it lies in the end
                 self.choices.decide(flat.undecided)
-            elif flat.op_by_op or flat.undecided:  # late: layouts keep changing with what is chosen
-                lost = set(flat.op_by_op)
-
-                def goes(op: Op, lost: set[Op] = lost, all: bool = bool(flat.undecided)) -> bool:
-                    return all or op in lost
-
-                unbatch(function, fusion, batches, goes)
-                if not flat.undecided:  # kernels around an anchor come apart before they are taken apart
-                    parts, root = divide(function, fusion, self.pieces, goes), root_of(function)
-                    regions.bodies |= {name: (lookup(root, name), part.kernel) for name, part in parts.items()}
-                dissolve(function, goes)
             else:
                 return flat
-        raise AssertionError("regions are left that nobody runs")
+        raise AssertionError("a count has no end")
+
+    def take_apart(self, function: Op, regions: Regions, fusion: Fusion, batches: Batches, lost: set[Op]) -> None:
+        """Puts the ops of regions that ATen runs back into the program; batches and kernels around an anchor fall into
+        regions first."""
+        unbatch(function, fusion, batches, lost.__contains__)
+        parts, root = divide(function, fusion, self.pieces, lost.__contains__), root_of(function)
+        regions.bodies |= {name: (lookup(root, name), part.kernel) for name, part in parts.items()}
+        dissolve(function, lost.__contains__)
 
     def plan(
         self, function: Op, numbers: Iterable[int] = (), strides: Sequence[Strides | None] | None = None

@@ -1,12 +1,14 @@
 """A plan as text: to and from a module of the move dialect, in files, and the difference of two plans in words.
 
 What the dialect has no word for (numbers on the host, the order's name) stands in attributes beside it. Bytes and
-lifetimes are not written: they follow from the launches.
+lifetimes are not written: they follow from the launches. A file begins with the checksum of the rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from ..ir.printer import print_op
 from .plan import SHARES, SPACES, WAYS, Buffer, Launch, Plan, Returned
 
 NAME = "plan"
+VERSION = 1
+FIRST_LINE = re.compile(r"// wholestep plan (\d+), sha256 ([0-9a-f]{64})\n")
 
 
 # ---- plan to module --------------------------------------------------------------------------------------------------
@@ -353,21 +357,43 @@ def _check(plan: Plan) -> None:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan as text."""
-    Path(path).write_text(print_op(plan_to_module(plan), locations=True), encoding="utf-8")
+    text = print_op(plan_to_module(plan), locations=True)
+    Path(path).write_text(f"// wholestep plan {VERSION}, sha256 {digest(text)}\n{text}", encoding="utf-8")
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """A plan that `save` wrote. It is verified as it is read: overlapping buffers, reads of nothing and so on."""
+    """A plan that `save` wrote. It is verified as it is read: overlapping buffers, reads of nothing and so on.
+
+    Text without the line that has its checksum, such as mlir-opt prints, is believed as far as it can be verified.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise SavedStepError(f"{path} is no text, so it is no plan; plan the step again and save it") from error
     try:
-        return module_to_plan(parse(text, context(), str(path)))
+        return module_to_plan(parse(_unchanged(text), context(), str(path)))
     except WholestepError as error:
         raise SavedStepError(
             f"{path} holds no plan that can be run: {error}; plan the step again and save it"
         ) from error
+
+
+def _unchanged(text: str) -> str:
+    """The text of a file, if it is what its first line says."""
+    told = FIRST_LINE.match(text)
+    if told is None:
+        return text
+    if int(told[1]) != VERSION:
+        raise SavedStepError(f"it is version {told[1]} of the format, and this Wholestep reads version {VERSION}")
+    if digest(text[told.end() :]) != told[2]:
+        raise SavedStepError(
+            "it was changed or damaged since it was saved (its first line is the checksum of the rest)"
+        )
+    return text
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # ---- differences -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from ..transforms.fusion_wishes import PREFIX, fits
 from ..transforms.opportunity import Change, Opportunity
 
 NOTHING = "nothing is fused in this step: only ATen may run it; see providers= and level="
+#: what a name may stand for, the first that fits: sites, a layer (what it does in forward before anything else), an op
+FORMS = ("{}", "*/{}/forward/*", "*/{}/loss/*", "*/{}.*/forward/*", "*/{}/*", "*/{}.*/*", "*/{}#*", "*/{}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,16 @@ def refused(planned: Planned | None) -> list[Opportunity]:
     return sorted(found, key=lambda o: o.change.bytes)
 
 
-def why_not(planned: Planned | None, a: str, b: str) -> str:
-    """One sentence: two ops are one kernel and who runs it, or why not. a, b: sites, or patterns of them."""
+def why_not(planned: Planned | None, a: str, b: str, program: Sequence[str] = ()) -> str:
+    """One sentence: two ops are one kernel and who runs it, or why not.
+
+    a, b: sites, patterns of them, or names of layers or ops. program: the sites of the program as users see it.
+    """
     parts = list(parts_of(planned))
     if not parts:
         return NOTHING
     known = [site for _, fusion in parts for site in fusion.reads]
-    first, second = matching(a, known), matching(b, known)
+    first, second = matching(a, known, program), matching(b, known, program)
     if len(first | second) == 1:
         raise InputError(f"{a!r} and {b!r} are the same op; name two")
     return (
@@ -86,16 +91,30 @@ def why_not(planned: Planned | None, a: str, b: str) -> str:
     )
 
 
-def matching(pattern: str, sites: Sequence[str]) -> set[str]:
-    found = {site for site in sites if fits(site, pattern)}
-    if not found:
-        by_end = {site.rpartition("/")[2]: site for site in reversed(sites)}
-        near = difflib.get_close_matches(pattern, sites, 3)
-        ends = difflib.get_close_matches(pattern.rpartition("/")[2].strip("*"), by_end, 3)
-        near += [by_end[end] for end in ends if not near]
-        hint = f"; near it are {', '.join(near)}" if near else ""
-        raise InputError(f"{pattern!r} fits no op of the step{hint}; step.recipe and step.opportunities() name them")
-    return found
+def matching(name: str, sites: Sequence[str], program: Sequence[str] = ()) -> set[str]:
+    """The sites that a name stands for, or what is near it."""
+    if not isinstance(name, str):
+        raise InputError(
+            f"ops are named by text, such as '*mlp*/gelu#0' or a layer's name, not by {type(name).__name__}"
+        )
+    if found := standing_for(name, sites):
+        return found
+    if gone := standing_for(name, program):
+        why = "it is a view, which costs nothing, or it was written as simpler ops"
+        raise InputError(f"{min(gone)} is no part of a kernel by itself: {why}; step.recipe names what kernels do")
+    by_end = {site.rpartition("/")[2]: site for site in reversed(sites)}
+    by_layer = {site.split("/")[1]: site for site in reversed(sites)}
+    near = difflib.get_close_matches(name, sites, 3)
+    for table in (by_layer, by_end):
+        words = difflib.get_close_matches(name.rpartition("/")[2].strip("*"), table, 3)
+        near += [table[word] for word in words if not near]
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    raise InputError(f"{name!r} fits no op of the step{hint}; step.recipe and step.opportunities() name them")
+
+
+def standing_for(name: str, sites: Sequence[str]) -> set[str]:
+    every = ({site for site in sites if fits(site, form.format(name))} for form in FORMS)
+    return next((found for found in every if found), set())
 
 
 def pair(first: set[str], second: set[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from ..capture.structure import flatten, unflatten
 from ..errors import InputError
+from ..options import is_count
 
 
 class Prefetch:
@@ -19,10 +20,14 @@ class Prefetch:
     step waits for it on the device. On a CPU batches are handed on as they are.
     """
 
-    def __init__(self, loader: Iterable[Any], device: Any, ahead: int = 2):
-        if ahead < 1:
-            raise InputError(f"ahead= counts the batches that are under way, at least 1, not {ahead}")
+    def __init__(self, loader: Iterable[Any], device: Any = None, ahead: int = 2):
+        if not is_count(ahead):
+            raise InputError(f"ahead= counts the batches that are under way, at least 1, not {ahead!r}")
+        if not isinstance(loader, Iterable):
+            raise InputError(f"prefetch goes through a loader, such as a torch.utils.data.DataLoader, not {loader!r}")
         self.loader, self.ahead = loader, ahead
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(getattr(device, "device", device))
         self._stream: torch.cuda.Stream | None = None
 
@@ -68,10 +73,14 @@ class Prefetch:
         return unflatten(structure, tensors)
 
 
-def prefetch(loader: Iterable[Any], device: Any = "cuda", *, ahead: int = 2) -> Prefetch:
+def prefetch(loader: Iterable[Any], device: Any = None, *, ahead: int = 2) -> Prefetch:
     """Goes through a loader with its next batches already on their way to the device.
 
-    device: where to, or the compiled step itself: `for batch in ws.prefetch(loader, step): step(*batch)`.
+    device: where to, or the compiled step itself: `for batch in ws.prefetch(loader, step): step(*batch)`; left out, the
+        GPU where there is one.
     ahead: how many batches are under way at once. Loaders with pin_memory=True save a copy on the host.
     """
-    return Prefetch(loader, device, ahead)
+    found = Prefetch(loader, device, ahead)
+    if found.device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("prefetch should send batches to a GPU, and PyTorch finds none; give it the step instead")
+    return found

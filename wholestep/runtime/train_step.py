@@ -35,7 +35,7 @@ from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called, profiled
 from ..training.build import sizes
 from ..training.optimizer_plan import OptimizerPlan
-from ..transforms.opportunity import Opportunity, opportunities
+from ..transforms.opportunity import Opportunity, opportunities, sites
 from . import fusions, own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, form_of, shape_message, signature
 from .checkpoint import check_checkpoint
@@ -78,6 +78,8 @@ class TrainStep:
         self.arena = Arena()
         #: who may run regions of the program; None where ATen runs everything
         self.choices: Choices | None = None
+        #: what providers that cannot run here would have brought, as it was said
+        self.lost: set[str] = set()
         self._numbers: dict[Any, tuple[float, torch.Tensor]] = {}
         self._durations = self._own.durations
         #: compiled programs by the shapes of their batch, the most recently used last
@@ -184,10 +186,11 @@ class TrainStep:
     def why_not(self, a: str, b: str) -> str:
         """Why two ops are not one kernel, or which kernel they are and who runs it, in one sentence.
 
-        a, b: sites as `step.recipe` and `step.opportunities()` show them, or patterns such as "*mlp*/gelu#0".
+        a, b: sites as `step.recipe` and `step.opportunities()` show them, patterns such as "*mlp*/gelu#0", or the name
+        of a layer, which stands for what it does in forward.
         """
         with self._lock:
-            return fusions.why_not(self._compiled.planned, a, b)
+            return fusions.why_not(self._compiled.planned, a, b, list(sites(self.program())))
 
     @property
     def budget(self) -> BudgetReport | None:

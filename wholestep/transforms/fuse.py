@@ -282,8 +282,6 @@ class Fuser:
             return "a provider takes it for itself"
         if not (is_primitive(op) or has_expansion(op)):
             return "it has no loop form"
-        if op.name == "step.select" and op.operands[0] in self.on_host:
-            return "it hands on one of two tensors"
         position = {o: i for i, o in enumerate([*self.sources(op), op])}
         return self.bodies.why_not(piece_of([op], position))
 
@@ -371,7 +369,12 @@ class Fuser:
         chosen = {
             id(g): g for g in groups.values() if any(map(self.is_fusible, g.members)) or self.stands_alone(g.members[0])
         }
-        return self.around(list(chosen.values()))
+        return self.around([g for g in chosen.values() if not self.hands_on(g)])
+
+    def hands_on(self, group: Group) -> bool:
+        """Whether a group is nothing but a choice between two tensors that the host has made."""
+        first, *others = group.members
+        return not others and first.name == "step.select" and first.operands[0] in self.on_host
 
     def join_all(self) -> None:
         """Joins whatever can be."""
@@ -581,6 +584,7 @@ class Fuser:
         """Brings ops into an order in which every value comes before its readers; otherwise as they were."""
         block = self.block
         placed: set[Op] = set()
+        waiting: set[Op] = set()  # for what they read: those below in the stack that are not merely beside it
         order: list[Op] = []
         for op in list(block):
             stack = [op]
@@ -591,11 +595,13 @@ class Fuser:
                     continue
                 missing = [v.op for v in top.operands if v.op is not None and v.op not in placed]
                 if missing:
-                    if any(m in stack for m in missing):
+                    waiting.add(top)
+                    if not waiting.isdisjoint(missing):
                         raise AssertionError(f"{top.name} would have to run before itself")
                     stack += missing
                 else:
                     placed.add(top)
+                    waiting.discard(top)
                     order.append(stack.pop())
         for op in order:
             op.detach()

@@ -88,6 +88,7 @@ class Transformation(ABC):
 
 Policy = Callable[[Sequence[Opportunity]], Opportunity | None]
 _TRANSFORMATIONS: dict[str, Transformation] = {}
+_POLICIES: dict[str, Policy] = {}
 
 
 def register_transformation(cls: type[Transformation]) -> type[Transformation]:
@@ -96,6 +97,23 @@ def register_transformation(cls: type[Transformation]) -> type[Transformation]:
         raise ValueError(f"{cls.name!r} is no name for a transformation: it must be one word")
     _TRANSFORMATIONS[cls.name] = cls()
     return cls
+
+
+def register_policy(policy: Policy) -> Policy:
+    """Decorator: makes a policy known by the name of its function, for `ws.compile(..., policy="its_name")`."""
+    _POLICIES[policy.__name__] = policy  # type: ignore[attr-defined]
+    return policy
+
+
+def policy_named(name: str) -> Policy:
+    """A registered policy; InputError where there is none of that name."""
+    if name not in _POLICIES:
+        known = ", ".join(sorted(_POLICIES))
+        raise InputError(
+            f"there is no policy {name!r}; known: {known}; wholestep.transforms.opportunity.register_policy makes one "
+            f"known{near(name, _POLICIES)}"
+        )
+    return _POLICIES[name]
 
 
 def transformations() -> dict[str, Transformation]:
@@ -153,6 +171,7 @@ def do_nothing(found: Sequence[Opportunity]) -> Opportunity | None:
     return None
 
 
+@register_policy
 def fewest_bytes(found: Sequence[Opportunity]) -> Opportunity | None:
     """The policy that takes whatever moves fewer bytes, the largest gain first."""
     best = min(found, key=lambda o: (o.change.bytes, o.key), default=None)
@@ -182,10 +201,11 @@ def transform(
     forbid: Sequence[str] = (),
     limit: int = 10_000,
     levels: Iterable[int] = (1, 2, 3, 4),
+    device: torch.device | None = None,
 ) -> list[str]:
     """Applies a recipe, then what is forced, then what the policy picks until it picks nothing; gives the recipe of it.
 
-    The policy sees what transformations of these levels find.
+    The policy sees what transformations of these levels find, and with a device only what that one has a use for.
     `force` and `forbid` are keys or patterns such as "recompute */gelu#*"; one that fits nothing is an error.
     """
     done = [apply_key(module, key) for key in recipe]
@@ -195,11 +215,13 @@ def transform(
     levels = tuple(levels)
     while len(done) < limit and policy is not do_nothing:
         asked = policy.names if isinstance(policy, Whatever) else None
-        possible = [o for o in opportunities(module, levels, asked) if not o.why_not and not matches(o, forbid)]
+        possible = [o for o in opportunities(module, levels, asked, device) if not o.why_not and not matches(o, forbid)]
         safe = [o for o in possible if _TRANSFORMATIONS[o.transformation].keeps_numerics]
         picked = policy(safe)
         if picked is None:
             break
+        if picked not in safe:
+            raise InputError(f"a policy picks one of the opportunities that it is given, or None; this one: {picked!r}")
         done.append(apply_key(module, picked.key))
     return done
 
@@ -252,7 +274,7 @@ def apply_pattern(module: Op, pattern: str) -> list[str]:
     """Applies every possible opportunity that fits a key or pattern, each as it stands when its turn comes."""
     fitting = [o for o in opportunities(module) if matches(o, [pattern])]
     if not fitting:
-        raise InputError(f"force names {pattern!r}, which fits no opportunity; step.opportunities() lists them")
+        raise InputError(f"force names {pattern!r}, which {fits_nothing(pattern)}")
     possible = [o for o in fitting if not o.why_not]
     if not possible:
         raise InputError(f"{fitting[0].key!r} is not possible: {fitting[0].why_not}")
@@ -269,7 +291,14 @@ def check_patterns(module: Op, patterns: Sequence[str]) -> None:
     found = opportunities(module) if patterns else []
     for pattern in patterns:
         if not any(matches(o, [pattern]) for o in found):
-            raise InputError(f"forbid names {pattern!r}, which fits no opportunity; step.opportunities() lists them")
+            raise InputError(f"forbid names {pattern!r}, which {fits_nothing(pattern)}")
+
+
+def fits_nothing(pattern: str) -> str:
+    """What to do about a pattern that fits no opportunity."""
+    name = pattern.partition(" ")[0]
+    hint = "" if name in _TRANSFORMATIONS else near(name, _TRANSFORMATIONS)
+    return f"fits no opportunity; step.opportunities() lists them{hint}"
 
 
 def near(given: str, choices: Iterable[str]) -> str:

@@ -3,7 +3,8 @@
 Such a product has so few multiplications per element that it waits for memory: what makes the rows that it reads, and
 what is done to those that it makes (BatchNorm's sums, a residual gradient), costs next to nothing inside of it. Whether
 one kernel really is faster than a library's product and kernels beside it is measured, for all readers of a value
-together: it is either written once or computed by each of them.
+together: it is either written once or computed by each of them. A convolution of few channels, such as that of a
+photograph, is such a product for those who sum up what it makes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..dialects.step.contraction import parse_spec
 from ..dialects.strides import view_of
 from ..ir.core import Block, Op, Value
-from . import again
+from . import again, around
 from .around import comes_back, hand_over, take_along
 from .loops import NotLoops, lowered
 from .regions import Piece, base, is_view, piece_of
@@ -30,6 +31,8 @@ RIDGE = 256
 TALL = 8
 #: the share of bytes, and the bytes, that must be saved for it to be worth measuring: kernels take long to compile
 WORTH, LEAST = 0.1, 1 << 26
+#: elements in a row of a window up to which a convolution is such a product
+ROW = 64
 
 Order = tuple[int, ...]
 
@@ -53,6 +56,11 @@ def is_tall(op: Op) -> bool:
     return short[2] >= TALL * short[1] and m * n * k <= RIDGE * (m * n + m * k + n * k)
 
 
+def has_small_windows(op: Op) -> bool:
+    """Whether an op is a convolution of few channels."""
+    return op.name == "step.conv" and op.groups == 1 and op.w.type.shape[1] * op.w.type.shape[-1] <= ROW
+
+
 @dataclass(slots=True)
 class Choice:
     """Kernels as they are and as they would be; the second where it is measured to be faster."""
@@ -69,6 +77,8 @@ class Choice:
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
     """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it."""
+    if any(has_small_windows(op) for op in piece.ops):
+        return around.why_not(fuser, [op for op in piece.ops if around.is_work(op)])
     if not any(op.name == "step.contract" for op in piece.ops):
         return fuser.bodies(piece).why_not
     body = fuser.bodies(piece)
@@ -88,6 +98,8 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Lets tall products take along what makes their factors, then what reads their results; gives all kernels."""
     products = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
     take_faster(fuser, befores(fuser, products))
+    images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
+    products += [op for op in images if len(fuser.groups[op].members) == 1]
     take_faster(fuser, afters(fuser, products))
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}

@@ -7,9 +7,10 @@ All of it is read off the access maps.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...dialects.loop import Apply, Load, Reduce, Store
@@ -20,6 +21,7 @@ from .contraction_tiles import Demand, Tile, choices
 from .families import unsupported
 from .scalars import NoText
 from .walk import Walk
+from .window_rows import Rows, by_rows
 
 if TYPE_CHECKING:
     from .generate import Candidate
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 FACTORS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 #: sides below which a tile would be mostly empty
 SHORTEST = 16
+#: how many neighbouring windows share a run of the image
+TOGETHER = (2, 1)
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -48,17 +52,33 @@ def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """The best guess first, then alternatives worth timing."""
     from .generate import candidate
 
-    product = Contraction(function, specs)
-    return [candidate(product, tile) for tile in product.tiles()]
+    product, rows = Contraction(function, specs), over_rows(function, specs)
+    tiles = product.tiles()[:2] if rows else product.tiles()
+    return [*rows, *(candidate(product, tile) for tile in tiles)]
+
+
+def over_rows(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
+    """Ways to walk windows by their rows, where the kernel sums over windows of few channels."""
+    from .generate import candidate
+
+    found = []
+    for together in TOGETHER:
+        rows = by_rows(function, specs, together)
+        if rows is not None:
+            product = Contraction(rows.function, rows.specs, rows)
+            made = [candidate(product, tile) for tile in product.tiles()[:4]]
+            found.append([replace(c, name=f"{c.name} rows{together if together > 1 else ''}") for c in made])
+    return [c for turn in itertools.zip_longest(*found) for c in turn if c is not None]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum of the result: the axes it keeps, and how many numbers it gives."""
+    """A sum of the result: the axes it keeps, how many numbers it gives, and of how many columns it makes one."""
 
     op: Op
     kept: tuple[str, ...]
     width: int
+    columns: int = 1
 
 
 class Tensors(Walk):
@@ -71,9 +91,13 @@ class Tensors(Walk):
 
 
 class Contraction:
-    """A kernel seen as a matrix product. Its axes: z (batch), m (rows), n (columns), k (summed)."""
+    """A kernel seen as a matrix product. Its axes: z (batch), m (rows), n (columns), k (summed).
 
-    def __init__(self, function: Op, specs: Sequence[Spec]):
+    rows: where it walks windows by their rows.
+    """
+
+    def __init__(self, function: Op, specs: Sequence[Spec], rows: Rows | None = None):
+        self.rows = rows
         reason = unsupported(specs, function)
         if reason:
             raise NoText(reason)
@@ -124,6 +148,8 @@ class Contraction:
             raise NoText("its results lie along dimensions that no factor of the product has")
         member = {d: tuple(d in op.attributes["dims"] for op in self.others) for d in axis}
         dims = self.walk.merged(lambda d: (axis[d], member[d]))
+        if self.rows is not None:  # windows that share a run come first
+            dims.sort(key=lambda d: d.parts != (len(self.walk.sizes) - 1,))
         self.dims = {name: tuple(d for d in dims if axis[d.parts[-1]] == name) for name in self.groups}
         self.size = {name: math.prod(d.size for d in own) for name, own in self.dims.items()}
         self.sums = [self.sum_of(op) for op in self.others]
@@ -136,14 +162,22 @@ class Contraction:
 
     def sum_of(self, op: Op) -> Sum:
         reduced = frozenset(op.attributes["dims"])
-        kept = []
+        kept, columns = [], 1
         for name in ("z", "m", "n"):
             own = self.groups[name]
-            if own & reduced and not own <= reduced:
+            part = bool(own & reduced) and not own <= reduced
+            if part and (name != "n" or not self.is_outermost(own & reduced)):
                 raise NoText("it sums its result over a part of the rows or columns")
-            if own and not own & reduced:
+            if part:
+                columns = math.prod(self.walk.sizes[d] for d in own & reduced)
+            if own and not own <= reduced:
                 kept.append(name)
-        return Sum(op, tuple(kept), math.prod(self.size[n] for n in kept))
+        return Sum(op, tuple(kept), math.prod(self.size[n] for n in kept) // columns, columns)
+
+    def is_outermost(self, dims: frozenset[int]) -> bool:
+        """Whether dimensions come first among those of the columns: what they hold lies in as many rows."""
+        first = self.dims["n"][0]
+        return frozenset(first.parts) == dims
 
     def check(self) -> None:
         """Says what no tile can do."""
@@ -209,9 +243,15 @@ class Contraction:
 
         Not where the sum goes over windows: such programs, with hundreds of loads under conditions of their own, were
         wrong or left their image as Triton 3.6 compiles them for sm_90, where the others of the same text were right.
+        By rows of windows loads are few.
         """
-        alone = not self.groups["z"] and len(self.groups["k"]) == 1
+        alone = not self.groups["z"] and not self.meets and (self.rows is not None or len(self.groups["k"]) == 1)
         return alone and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums)
+
+    @property
+    def meets(self) -> bool:
+        """Whether the first of the dimensions of rows counts results that are added up, each a step behind the last."""
+        return self.rows is not None and self.rows.meet
 
     def tiles(self) -> list[Tile]:
         """The configurations worth timing."""
@@ -235,6 +275,8 @@ class Contraction:
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
                 splits=not self.sums,
                 stays=self.stays,
+                run=self.dims["k"][-1].size if self.rows is not None and self.stays else 0,
+                meets=self.meets,
             )
         )
 

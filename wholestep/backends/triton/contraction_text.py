@@ -160,26 +160,25 @@ class Writer:
         self.after(result)
 
     def stays(self) -> None:
-        """The product by programs that stay for many tiles of rows."""
+        """The product by programs that stay for many tiles of rows; a longer sum is written round by round."""
         product, tile = self.product, self.tile
         lines: list[str] = []
         row, column = product.factors
-        summed = product.dims["k"]
-        a = Side(product.walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark="a")
-        b = Side(product.walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b")
         text = Side(product.walk, (self.z, self.m, self.n), "dot", lines, mark="c")
         text.line(f"pid = {text.pid()}")
         text.line(f"column = pid % {self.n.blocks}")
         text.line(f"first = pid // {self.n.blocks}")
-        for side, factor in ((a, row), (b, column)):
-            assert factor.op is not None
-            side.raw = factor if product.plain(factor) else None
-            side.start(self.z, "0")
-            side.start(side.axes[2], "0")
-            if side is b:
-                side.start(self.n, f"column * {tile.n}")
-            side.ready(side.needed([factor.op]))
-        b.line(f"weights = {self.factor(b, column)}")
+        rounds = [self.round(lines, k) for k in range(0, product.size["k"], tile.k)]
+        for number, (a, b) in enumerate(rounds):
+            for side, factor in ((a, row), (b, column)):
+                assert factor.op is not None
+                side.raw = factor if product.plain(factor) else None
+                side.start(self.z, "0")
+                side.start(side.axes[2], f"{number * tile.k}")
+                if side is b:
+                    side.start(self.n, f"column * {tile.n}")
+                side.ready(side.needed([factor.op]))
+            b.line(f"weights{number} = {self.factor(b, column)}")
         wanted = [*product.stores, *product.others]
         text.names[product.dot.results[0]] = Number("total", "tl.float32")
         beside = [op for op in text.needed(wanted) if product.dot not in product.sums_behind(op)]
@@ -189,15 +188,17 @@ class Writer:
         shape = min(tile.m // 16, tile.warps), 8
         for number, _ in enumerate(product.sums):
             text.line(f"sum{number} = tl.zeros({(*shape, tile.n)}, tl.float32)")
-        stages = f", num_stages={tile.stages}" if tile.stages > 1 else ""
-        text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}{stages}):")
+        text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}, num_stages={tile.stages}):")
         assert row.op is not None
-        a.depth = text.depth = 2
-        a.start(self.m, f"row * {tile.m}")
-        a.ready(a.needed([row.op]))
-        text.start(self.m, f"row * {tile.m}")
-        text.ready(beside)  # what else is read is under way while factors are multiplied
-        text.line(f"total = tl.dot({self.factor(a, row)}, weights{self.precision})")
+        for number, (a, _) in enumerate(rounds):
+            a.depth = text.depth = 2
+            a.start(self.m, f"row * {tile.m}")
+            a.ready(a.needed([row.op]))
+            if not number:
+                text.start(self.m, f"row * {tile.m}")
+                text.ready(beside)  # what else is read is under way while factors are multiplied
+            before = ", total" if number else ""
+            text.line(f"total = tl.dot({self.factor(a, row)}, weights{number}{before}{self.precision})")
         text.ready(text.needed(wanted))
         axes = [self.m, self.n]
         for number, own in enumerate(product.sums):
@@ -208,9 +209,20 @@ class Writer:
             rows = math.prod(shape)
             held = f"tl.reshape(sum{number}, ({rows}, {tile.n}))"
             self.keep(text, number, own, text.total(own.op, held, axes, over).text)
-        text.helpers |= a.helpers | b.helpers
+        for a, b in rounds:
+            text.helpers |= a.helpers | b.helpers
         self.texts.append((text, tile.programs, tile.warps))
         self.finish(self.partials)
+
+    def round(self, lines: list[str], first: int) -> tuple[Side, Side]:
+        """The sides of one round over the summed dimension."""
+        number = first // self.tile.k or ""
+        walk, summed = self.product.walk, self.product.dims["k"]
+        a, b = (axis(f"{side}k{number}", summed, self.tile.k, place) for side, place in (("a", 1), ("b", 0)))
+        return (
+            Side(walk, (self.z, self.m, a), "dot", lines, mark=f"a{number}"),
+            Side(walk, (self.z, self.n, b), "dot", lines, mark=f"b{number}"),
+        )
 
     def rows_added(self, value: str) -> str:
         """A tile with the rows that one thread has added up, which costs nothing: tensor cores give it the rows i and
@@ -305,23 +317,32 @@ class Writer:
         mask = text.mask(text.tile)
         text.line(f"tl.store(p{argument} + ({place}), total{f', mask={mask}' if mask else ''})")
         columns, points = min(power_of_two(n), 128), 1024 if tile.split <= STRAIGHT else 256
-        y, x = axis("m", self.m.dims, max(points // columns, 1), 0), axis("n", self.n.dims, columns, 1)
+        high, met, step = self.m.dims, 1, 0
+        if product.rows is not None and product.meets:
+            high, met, step = self.m.dims[1:], self.m.dims[0].size, product.rows.step
+        y, x = axis("m", high, max(points // columns, 1), 0), axis("n", self.n.dims, columns, 1)
         added = Side(product.walk, (self.z, y, x), "add_parts", mark="c")
         added.line(f"pid = {added.pid()}")
         added.start(self.z, f"pid // {y.blocks * x.blocks}")
         added.start(y, f"pid // {x.blocks} % {y.blocks} * {y.block}")
         added.start(x, f"pid % {x.blocks} * {x.block}")
         added.line(f"place = z * {strides[1]} + m * {n} + n")
-        mask = added.mask(added.tile)
-        load = lambda at: f"tl.load(p{argument} + {at}{f', mask={mask}, other=0' if mask else ''})"  # noqa: E731
-        added.line(f"total = {load('place')}")
+        at = "place.to(tl.int64)" if wide else "place"
+
+        def load(part: str) -> str:
+            found = []
+            for i in range(met):
+                mask = added.mask(added.tile, [f"(n < {n - i * step})"] if i else [])
+                place = f"({at} + {part})" if not i else f"({at} + {part} + {i * (y.size * n + step)})"
+                found.append(f"tl.load(p{argument} + {place}{f', mask={mask}, other=0' if mask else ''})")
+            return " + ".join(found)
+
+        added.line(f"total = {load('0')}")
         if tile.split > STRAIGHT:
-            at = "place.to(tl.int64)" if wide else "place"
             with added.loop(f"part in tl.range(1, {tile.split}, num_stages=4)"):
-                added.line(f"total += {load(f'({at} + part * {strides[0]})')}")
+                added.line(f"total += {load(f'part * {strides[0]}')}")
         for i in range(1, tile.split if tile.split <= STRAIGHT else 1):
-            at = f"(place.to(tl.int64) + {i * strides[0]})" if wide else f"(place + {i * strides[0]})"
-            added.line(f"total += {load(at)}")
+            added.line(f"total += {load(str(i * strides[0]))}")
         added.names[product.dot.results[0]] = Number("total", "tl.float32")
         added.ready(added.needed(product.stores))
         self.texts.append((added, count * y.blocks * x.blocks, 4))
@@ -330,7 +351,7 @@ class Writer:
 
     def partial(self, own: Sum) -> Partials:
         """The memory of a sum's partial sums: one row per tile that adds to it."""
-        rows = 1
+        rows = own.columns
         for name, there in (("z", self.z.blocks), ("m", self.stay or self.m.blocks), ("n", self.n.blocks)):
             rows *= 1 if name in own.kept else there
         made = Partials(own, 0, rows)
@@ -352,7 +373,8 @@ class Writer:
             if name not in own.kept and self.product.groups[name]:
                 blocks = self.stay if self.stay and name == "m" else axes[name].blocks
                 row = f"({row}) * {blocks} + {where}" if row else where
-        place, scale = [f"({row or 0}) * {own.width}"], own.width
+        scale = own.width * own.columns
+        place = [f"({row or 0}) * {scale}"]
         for name in own.kept:
             scale //= axes[name].size
             place.append(f"{name} * {scale}" if scale != 1 else name)
@@ -414,7 +436,8 @@ class Writer:
 
     def finished(self, name: str, kept: Sequence[str], stores: Sequence[Op], partials: Sequence[Partials]) -> None:
         product = self.product
-        dims = [d for n in kept for d in product.dims[n]]
+        summed = frozenset().union(*(p.sum.op.attributes["dims"] for p in partials if p.sum.kept == kept))
+        dims = [d for n in kept for d in product.dims[n] if not summed & frozenset(d.parts)]
         width = 1
         for d in dims:
             width *= d.size

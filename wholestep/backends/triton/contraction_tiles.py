@@ -88,6 +88,10 @@ class Demand:
     splits: bool
     #: whether a program may stay for many tiles of rows
     stays: bool
+    #: elements of the summed dimension that are one run of memory, where windows are walked by their rows
+    run: int = 0
+    #: whether results are added up, as those of programs that share a sum
+    meets: bool = False
 
 
 def choices(demand: Demand) -> list[Tile]:
@@ -103,7 +107,7 @@ def choices(demand: Demand) -> list[Tile]:
             for split in splits(tile, demand):
                 own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
                 made[own] = cost(own, demand)
-    found, stay = sorted(made, key=lambda t: made[t]), staying(demand)[: MOST - 2]
+    found, stay = sorted(made, key=lambda t: made[t]), [*by_runs(demand), *staying(demand)][: MOST - 2]
     return [*stay[:2], *found[:2], *stay[2:], *found[2:]][:MOST]  # (the first of both kinds: often no more are timed)
 
 
@@ -128,6 +132,24 @@ def staying(demand: Demand) -> list[Tile]:
                 found.append(replace(tile, programs=PROCESSORS * at_once // columns * columns))
                 break
     return sorted(found, key=lambda t: -t.programs * t.warps)
+
+
+def by_runs(demand: Demand) -> list[Tile]:
+    """Tiles for programs that stay, for windows that are walked by their rows: all of these at once or one by one. So
+    little is multiplied that other programs take their turn meanwhile, instead of loads ahead."""
+    if not demand.run or not demand.stays or demand.m < MANY or demand.n > 256:
+        return []
+    n, whole, found = max(16, power_of_two(demand.n)), power_of_two(demand.k), []
+    for k, warps in ((whole, 8), (demand.run, 4), (whole, 4)):
+        m, threads = 64, 32 * warps
+        held = m * n // threads + m * k * demand.bytes // (4 * threads)  # registers, for sums and for what is loaded
+        if k > LONGEST or held > 96:
+            continue
+        shared = n * -(-demand.k // k) * k * demand.bytes + m * max(n * demand.written, k * demand.bytes)
+        registers = (64 if demand.k <= 64 else 128) * (2 if demand.after and k < whole else 1)
+        at_once = min(SHARED // shared, REGISTERS // (threads * registers))
+        found += [Tile(m, n, k, warps, 1, programs=PROCESSORS * at_once)] if at_once else []
+    return found
 
 
 def staying_bytes(tile: Tile, demand: Demand) -> int:
@@ -180,7 +202,7 @@ def splits(tile: Tile, demand: Demand) -> list[int]:
         return [1]
     many = [PROCESSORS * rounds // tiles for rounds in (1, 2, 3)]  # a long sum of few tiles
     found = {s for s in (2, 3, 4, 6, 8, 16, *many) if s > 1 and tiles * s <= 3 * PROCESSORS and demand.k >= 256 * s}
-    return [1, *sorted(found)]
+    return [*([] if demand.meets else [1]), *sorted(found)]
 
 
 def cost(tile: Tile, demand: Demand) -> float:

@@ -378,7 +378,8 @@ class Text:
         self.bind(op.results[0], Number(text, type))
 
     def store(self, op: Op) -> None:
-        """Where an output lies along fewer dimensions than its tile, the first point alone writes."""
+        """Where an output lies along fewer dimensions than its tile, the first point alone writes. Points outside of it
+        write nothing."""
         self.written.add(op)
         access = self.walk.accesses[op]
         value = self.names[op.operands[0]]
@@ -387,7 +388,7 @@ class Text:
         once = []
         for a in self.tiled(axes):
             once += [f"({self.index(d)} == 0)" for d in a.dims if not set(d.parts) & dims and d.size > 1]
-        mask = self.mask(self.tiled(axes), once)
+        mask = self.mask(self.tiled(axes), [*once, *self.guards(access)])
         tail = f", mask={mask})" if mask else ")"
         self.line(f"tl.store(p{access.argument} + ({self.offset(access)}), {value.text}{tail}")
 

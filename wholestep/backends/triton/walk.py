@@ -144,10 +144,10 @@ class Walk:
                 terms[d] += c * stride
         computed = dict(zip(op.attributes["dynamic"], indices, strict=True))
         guards = []
-        if op.attributes.get("guarded"):
+        if op.definition is Store or op.attributes.get("guarded"):
             for dim, (row, size) in enumerate(zip(rows, spec.shape, strict=True)):
                 low, high = row.range(self.sizes)
-                if dim in computed or low < 0 or high >= size:
+                if low < 0 or high >= size or (dim in computed and op.definition is Load):
                     guards.append(Guard(row, computed.get(dim), size))
         numbers = tuple((v, spec.strides[dim]) for dim, v in computed.items())
         offset = Form(tuple(c if n > 1 else 0 for c, n in zip(terms, self.sizes, strict=True)), constant)
