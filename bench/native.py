@@ -24,8 +24,6 @@ SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 FOLDER = "tests/backends/triton"
 NAMES = ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
 SUITE = [f"{FOLDER}/{name}.py" for name in NAMES]
-    f"{FOLDER}/{name}.py" for name in ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
-]
 #: processes that share the tests
 AT_ONCE = 8
 
@@ -62,7 +60,8 @@ def outcome(before: list[str], chosen: list[str], **environment: str) -> tuple[b
             print(output[-3000:], flush=True)
     counts: dict[str, int] = {}
     for _, output, _ in done:
-        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output.rstrip().splitlines()[-1]):
+        told = next((line for line in reversed(output.splitlines()) if re.search(r" in \d+\.\d+s", line)), "")
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", told):
             counts[word] = counts.get(word, 0) + int(number)
         for number in re.findall(r"ERROR SUMMARY: (\d+) errors?", output):
             counts["errors of memory"] = counts.get("errors of memory", 0) + int(number)

@@ -52,7 +52,9 @@ class Side(Text):
 
     def bind(self, value: Value, number: Number) -> None:
         if value is self.raw:
-            number = Number(number.text.removesuffix(".to(tl.float32)"), FACTORS[str(value.type)])
+            own, bare = FACTORS[str(value.type)], number.text.removesuffix(".to(tl.float32)")
+            wide = bare == number.text and own != number.type  # inside of what guards a row that is looked up
+            number = Number(f"{bare}.to({own})" if wide else bare, own)
         super().bind(value, number)
 
 
