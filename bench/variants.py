@@ -1,15 +1,15 @@
 """Other ways to run the same step against the plain one: results, time and memory, in turns.
 
 GPT-2 at 8x1024, bf16, AdamW: updates beside backward (`side-updates`), values that wait in host memory (`offload`), and
-the plain step once more: whether it repeats itself. By ATen's kernels alone, which are the same whatever is kept: a
-step that computes again what it has no room to keep, against one that keeps it. All start from the same weights and
-see the same batches; losses and parameters must be those of the step they are compared with bit by bit. Libraries'
+the plain step once more: whether it repeats itself. By ATen's kernels alone, op by op: the reference executor, and a
+step that computes again what it has no room to keep, against the plan. All start from the same weights and see the
+same batches; losses and parameters must be those of the step they are compared with bit by bit. Libraries'
 attention adds gradients up in no fixed order, so that a step may not repeat itself: then losses must be about as near
 as those of the plain step once more. Else no time is counted. Every variant is compiled once before, so that all see
 what was measured for any of them.
 `python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in two minutes; with `--deterministic` by
 kernels that add up in a fixed order alone, where bits must be the same. Without a GPU: `--dry` walks the same path on a
-CPU at tiny sizes, where all are the plain step.
+CPU at tiny sizes, where the first four are the plain step.
 """
 
 from __future__ import annotations
@@ -41,18 +41,21 @@ from wholestep.plan.side import SIDE  # noqa: E402
 CHECKED, ROUNDS, STEPS = 8, 9, 10
 #: where the plain step does not repeat itself: how many times as far from it another may be, and how far at most
 NEAR, MOST = 4.0, 1e-4
-PLAIN, AGAIN = "plain", "plain again"
+PLAIN, AGAIN, ATEN = "plain", "plain again", "ATen"
+#: a plan of the program's own ops by ATen's kernels: what its order and its addresses must not change
+UNCHANGED: dict[str, Any] = {"providers": ["aten"], "unchanged": True}
 EIGHT = "eight layers"
 VARIANTS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     AGAIN: {},
     "side-updates": {"force": ("side-updates *",)},
     "offload": {"force": ("offload *.mlp.c_proj/forward/*",), "level": 4},
-    "ATen": {"providers": ["aten"]},
-    "ATen, less memory": {"providers": ["aten"], "memory_budget": 0.8},
+    ATEN: UNCHANGED,
+    "ATen, by the reference executor": {"providers": ["aten"], "level": 0},
+    "ATen, less memory": {**UNCHANGED, "memory_budget": 0.9},
 }
-#: what a variant is compared with, where that is not the plain step
-COMPARED = {"ATen": "ATen", "ATen, less memory": "ATen"}
+#: those that make no difference without a GPU
+CUDA_ONLY = ("side-updates", "offload")
 
 
 @dataclass
@@ -78,8 +81,11 @@ def compiled(name: str, size: str, device: str, options: dict[str, Any]) -> Vari
     network = build(name, size, device)
     optimizer, _ = network.optimizer(network.model)
     batch = network.make_batch(0, device)
-    options = options if cuda else {}
-    step = ws.compile(network.model, network.loss_fn, optimizer, batch, precision="bf16", **options)
+    how = {"precision": "bf16", **options}
+    if how.pop("unchanged", False):  # what is done to the program by itself is what is forbidden
+        usual = how | {"memory_budget": None}
+        how["forbid"] = ws.compile(network.model, network.loss_fn, optimizer, batch, **usual).recipe
+    step = ws.compile(network.model, network.loss_fn, optimizer, batch, **how)
     seconds = time.perf_counter() - start
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # (what compiling takes is given back)
@@ -125,7 +131,10 @@ def milliseconds(variant: Variant, batch: Any, cuda: bool) -> float:
 
 def plan_of(variant: Variant) -> dict[str, Any]:
     """What the plan says: launches on other streams, how many others each of them may run beside, what goes where."""
-    plan = variant.step._compiled.planned.plan
+    planned, by = variant.step._compiled.planned, variant.step.report().execution["by"]
+    if planned is None:
+        return {"streams": {}, "beside": [], "arena": 0, "host": 0, "by": by}
+    plan = planned.plan
     main = [not x.stream and x.provider not in ("host", "wait") for x in plan.launches]
     waits = [(x.waits[0], p) for p, x in enumerate(plan.launches) if x.provider == "wait"]
     return {
@@ -133,7 +142,7 @@ def plan_of(variant: Variant) -> dict[str, Any]:
         "beside": [sum(main[start:end]) for start, end in waits if plan.launches[start].stream == SIDE],
         "arena": plan.arena,
         "host": plan.bytes_in("pinned"),
-        "by": variant.step.report().execution["by"],
+        "by": by,
     }
 
 
@@ -145,13 +154,14 @@ def differently_chosen(plain: ws.TrainStep, other: ws.TrainStep) -> int:
 
 def race(name: str, size: str, device: str) -> dict[str, Any]:
     """All variants of one network; without times where they do not agree with the first."""
-    for options in VARIANTS.values():
+    variants = {k: {} if device == "cpu" and k in CUDA_ONLY else v for k, v in VARIANTS.items()}
+    for options in variants.values():
         compiled(name, size, device, options)
     found: dict[str, Variant] = {}
     record: dict[str, Any] = {"network": name, "variants": {}}
-    for label, options in VARIANTS.items():
+    for label, options in variants.items():
         variant = found[label] = compiled(name, size, device, options)
-        base = found[COMPARED.get(label, PLAIN)]
+        base = found[ATEN if label.startswith(ATEN) else PLAIN]
         models = (v.network.model.parameters() for v in (base, variant))
         found_apart = apart(base.losses, variant.losses, *models)
         record["variants"][label] = found_apart | {"chosen": differently_chosen(base.step, variant.step)}

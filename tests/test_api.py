@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -84,3 +85,11 @@ def test_what_is_lost_without_a_compiler_is_said_once(monkeypatch):
     assert len(said) == 1
     step(X)
     assert {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}
+
+
+@pytest.mark.parametrize("option", ["providers", "force"])
+@pytest.mark.parametrize("given", [5, "aten", [5]])
+def test_what_is_no_list_of_names_is_an_error(option, given):
+    model = fresh(Perceptron)
+    with pytest.raises(ws.errors.InputError, match=rf"^{option} is a list of .*, not {re.escape(repr(given))}"):
+        ws.compile(model, squares, sgd(model), (X,), **{option: given})

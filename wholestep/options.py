@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -67,13 +67,15 @@ class Options:
             object.__setattr__(self, "loss_scale", Scaling(init_scale=float(self.loss_scale)))  # type: ignore[arg-type]
         for name in ("recipe", "force", "forbid"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            keys = texts_in(value)
+            if keys is None:
                 raise InputError(f"{name} is a list of keys such as 'recompute */gelu#*', not {value!r}")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, keys)
         if self.providers is not None:
-            if isinstance(self.providers, str) or not all(isinstance(v, str) for v in self.providers):
+            names = texts_in(self.providers)
+            if names is None:
                 raise InputError(f'providers is a list of names such as ["aten", "triton"], not {self.providers!r}')
-            object.__setattr__(self, "providers", tuple(self.providers))
+            object.__setattr__(self, "providers", names)
         object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
         if isinstance(self.level, bool) or self.level not in range(5):
             raise InputError(f"level is 0 (as written), 1, 2, 3 or 4 (all transformations), not {self.level!r}")
@@ -158,6 +160,14 @@ def parse_budget(given: Any) -> int | float | None:
         f'memory_budget is a size such as "24GB" or "500MiB", a number of bytes, or a share of the step\'s peak as a '
         f"float above 0 and up to 1.0, not {given!r}"
     )
+
+
+def texts_in(given: Any) -> tuple[str, ...] | None:
+    """What a list of texts holds; None where it is no such list."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return None
+    found = tuple(given)
+    return found if all(isinstance(text, str) for text in found) else None
 
 
 def is_number(value: Any) -> bool:

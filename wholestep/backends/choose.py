@@ -2,8 +2,8 @@
 
 Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
 that take long, and longer than memory lets them. While one region is measured, kernels of others are compiled. A way
-that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile, unless it breaks the
-device for the whole process: the next process does without it (`break_off`). What was measured is kept (`store.py`),
+that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile, unless it ends the
+process or breaks its device: the next process does without it (`crashes.py`). What was measured is kept (`store.py`),
 once per machine and version of the providers' code; where only guesses were tried, a program in which the region weighs
 more tries the rest.
 """
@@ -30,8 +30,9 @@ from ..machine.description import find_description
 from ..transforms.regions import form_of
 from . import compare
 from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
+from .crashes import BROKEN, collect, note_name, watched
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
-from .store import Choice, Objects, Store, Timed, digest, fingerprint
+from .store import Choice, Objects, Store, Timed, fingerprint
 from .timing import make_room, on_cpu, on_gpu
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
@@ -43,8 +44,6 @@ HEAVY, MORE = 0.7, 3
 NEAR = 1.2
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
-#: what is noted of a way that has ended a process
-BROKEN = "broken"
 
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
@@ -355,7 +354,7 @@ class Choices:
         usable: list[Way] = []
         for provider, offer in contest.tried:
             made = built.get(offer.key, RuntimeError("it was not built"))
-            if self.has_broken(offer):
+            if self.has_broken(provider, offer):
                 made = RuntimeError("it has broken a process before")
             if isinstance(made, Exception):
                 contest.timed.append(Timed(f"{provider.name}:{offer.name}", 0.0, f"not built: {first_line(made)}"))
@@ -376,12 +375,13 @@ class Choices:
             if self.device.type == "cuda":
                 make_room(self.device)
             try:
-                self.compare(contest, ways)
+                with watched(self.trials) as trying:
+                    self.compare(contest, ways, trying)
             except torch.OutOfMemoryError:
                 contest.give_up("out of memory")
 
     @torch.no_grad()
-    def compare(self, contest: Contest, usable: Sequence[Way]) -> None:
+    def compare(self, contest: Contest, usable: Sequence[Way], trying: Callable[[str], None]) -> None:
         """Times every way whose result is right; ATen itself last, so that it is not timed long where it is slow.
 
         It has run before, for the wanted results: the call that is compared may be enough.
@@ -410,6 +410,7 @@ class Choices:
             scratch = [empty(s, self.device) for s in offer.scratch]
             tensors = (*inputs, *outputs, *scratch)
             best = math.inf if contest.best is None else contest.best[0]
+            trying(note_name(provider, offer))
             try:
                 start = time.perf_counter()
                 run(*tensors)
@@ -460,16 +461,31 @@ class Choices:
             return False
         return True
 
-    def has_broken(self, offer: Offer) -> bool:
+    @property
+    def trials(self) -> Path | None:
+        """Where a process that tries ways on a CPU leaves word for the next; None where that would not find it."""
+        if self.device.type != "cpu" or self.store is None:
+            return None
+        root = self.store.objects.root
+        return root if root.parent == self.store.folder else None
+
+    @cached_property
+    def notes(self) -> Objects | None:
+        """Where ways that have ended a process are noted, with what processes before this one have left."""
+        if self.trials is not None and self.objects is not None:
+            collect(self.trials, self.objects)
+        return self.objects
+
+    def has_broken(self, provider: Provider, offer: Offer) -> bool:
         """Whether this way has ended a process."""
-        return self.objects is not None and self.objects.read(BROKEN, digest(offer.key)) is not None
+        return self.notes is not None and self.notes.read(BROKEN, note_name(provider, offer)) is not None
 
     def break_off(self, provider: Provider, offer: Offer, region: Region, error: Exception) -> NoReturn:
         """Notes a way after which the device answers nothing, so that the next process does without it."""
         way, what = f"{provider.name}:{offer.name}", ", ".join(dict.fromkeys(op.name for op in region.ops))
         then = 'Try: providers=["aten"]'
         if self.objects is not None:
-            self.objects.write(BROKEN, digest(offer.key), way.encode())
+            self.objects.write(BROKEN, note_name(provider, offer), way.encode())
             then = "It is noted and not tried again on this machine: start the program once more"
         told = f"a kernel that was tried for {what} ({way}) broke the device for this process: {first_line(error)}"
         raise WholestepError(f"{told}.\n{then}") from error
