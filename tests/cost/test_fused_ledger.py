@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 class Everything(Choices):
     """Takes a generated kernel for every region that has a loop form; nothing is built."""
 
-    def decide(self, regions: Iterable[Region]) -> None:
+    def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
         for region in regions:
             run = None if region.kernel is None else lambda *tensors: None
             self.known[region.key] = Chosen("aten" if run is None else "cpp", "guess", run)
