@@ -72,7 +72,7 @@ FIRST = "channels_last"
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """A transformation that is taken after those wherever it is possible, all its opportunities at once."""
+    """A transformation that is taken after that wherever it is possible, all its opportunities at once."""
 
     name: str
     level: int = 1

@@ -562,6 +562,20 @@ def test_a_second_compile_gives_the_program_of_the_first(
     assert one == other
 
 
+def test_what_is_larger_than_the_memory_of_a_cpu_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*given: object) -> None:
+        raise AssertionError("a region was tried")
+
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(Choices, "compare", compare)
+    with registered(LoopReference):
+        with pytest.raises(AssertionError, match="tried"):
+            losses(providers=["aten", "loops"])
+        monkeypatch.setattr(choose, "memory_bytes", lambda: 1)
+        _, _, step = losses(providers=["aten", "loops"])
+    assert "loops" not in {launch.provider for launch in step.plan().launches}
+
+
 def test_where_layouts_keep_changing_regions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ATen, which would win, takes no part any more; what was found without it is not taken for a choice against it."""
     monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))

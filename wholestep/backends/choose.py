@@ -11,7 +11,6 @@ more tries the rest.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ import torch
 
 from ..errors import WholestepError
 from ..ir.core import Value
+from ..machine.describe import memory_bytes
 from ..machine.description import find_description
 from ..transforms.regions import form_of
 from . import compare
@@ -61,11 +61,6 @@ class Chosen:
     seconds: float = float("nan")
     aten: float = float("nan")
     excluded: list[Timed] = field(default_factory=list)
-
-
-def host_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass
@@ -368,8 +363,8 @@ class Choices:
             contest.waiting = usable  # ATen alone is no contest: it is timed once there is somebody to compare with
         elif looks_up_what_it_computes(contest.region):
             contest.give_up("it looks up by numbers that it computes")
-        elif self.device.type == "cpu" and contest.region.bytes > host_memory():  # nothing tells of it in time
-            contest.give_up("out of memory")
+        elif self.device.type == "cpu" and contest.region.bytes > (memory_bytes() or math.inf):
+            contest.give_up("out of memory")  # which a CPU does not tell in time
         else:
             ways = [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting]
             if self.device.type == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -202,8 +201,9 @@ class _Planner:
     def decided(self, function: Op, joined: Joined, regions: Regions, fusion: Fusion, batches: Batches) -> Flat:
         """The launches once every region has its provider."""
         assert self.choices is not None
-        for attempt in itertools.count():
-            flat = joined(regions)
+        attempt = -1
+        while True:
+            flat, attempt = joined(regions), attempt + 1
             single = [r for r in flat.undecided if not r.parts]
             if flat.undecided and attempt >= MOST:
                 self.take_apart(function, regions, fusion, batches, set(function.regions[0].block))
@@ -215,7 +215,6 @@ class _Planner:
                 self.choices.decide(flat.undecided)
             else:
                 return flat
-        raise AssertionError("a count has no end")
 
     def take_apart(self, function: Op, regions: Regions, fusion: Fusion, batches: Batches, lost: set[Op]) -> None:
         """Puts the ops of regions that ATen runs back into the program; batches and kernels around an anchor fall into

@@ -6,7 +6,6 @@ become one CUDA graph. It is bound again when a tensor has moved, and planned ag
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..dialects.step import torch_dtype
 from ..dialects.strides import same_places
 from ..errors import MemoryBudgetError
 from ..ir.collector import collector_paused
+from ..machine.describe import memory_bytes
 from ..plan import Plan
 from ..plan.planner import Planned
 from ..torch_private import foreach_copy
@@ -189,12 +189,8 @@ def check_fits(plan: Plan, device: torch.device, total: int | None = None) -> No
     """Raises where a plan needs more memory than the device has: now, not when a step runs out of it."""
     if total is None:
         cuda = device.type == "cuda"
-        total = (
-            torch.cuda.get_device_properties(device).total_memory
-            if cuda
-            else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        )
-    if plan.peak <= total:
+        total = torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes()
+    if total is None or plan.peak <= total:
         return
     lasting = plan.bytes_in("external") + plan.bytes_in("constant")
     raise MemoryBudgetError(

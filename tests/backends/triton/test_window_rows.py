@@ -14,9 +14,8 @@ import torch
 from tests.backends.triton.child import Ask, asking, serve
 from tests.backends.triton.test_contraction import (
     NHWC,
-    TOLERANCE,
     assert_right,
-    broken_guards,
+    errors_of,
     guarded,
     loops,
     strides_of,
@@ -75,23 +74,9 @@ def run_case(
     rows = by_rows(function, specs, together)
     assert rows is not None
     product = contraction.Contraction(rows.function, rows.specs, rows)
-    found = {}
-    for tile in [contraction.Tile(**t) for t in tiles] or product.tiles()[:1]:
-        candidate = generate.candidate(product, tile)
-        call = generate.build([candidate])[candidate.key]
-        if isinstance(call, Exception):
-            raise call
-        scratch = [guarded(s.shape, s.strides, s.dtype, device) for s in candidate.scratch]
-        for tensor in tensors[2:]:
-            tensor.fill_(float("nan"))
-        call(*tensors, *scratch)
-        error = max(
-            ((t.double().cpu() - o).abs().max() / o.abs().max()).nan_to_num(float("inf")).item()
-            for t, o in zip(tensors[2:], wanted, strict=False)
-        )
-        broken = any(broken_guards(t) for t in (*tensors, *scratch))
-        found[candidate.name] = float("inf") if broken else error / TOLERANCE[element]
-    return found
+    chosen = [contraction.Tile(**t) for t in tiles] or product.tiles()[:1]
+    made = [generate.candidate(product, tile) for tile in chosen]
+    return errors_of(made, tensors[:2], tensors[2:], wanted[: len(tensors) - 2], element)
 
 
 @pytest.fixture(scope="module")
