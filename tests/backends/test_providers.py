@@ -13,10 +13,10 @@ import wholestep as ws
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import data, fresh, sgd
 from wholestep.backends import cpp
+from wholestep.backends.cublas.matrices import one_product
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import (
-    ON_REQUEST,
     Aten,
     Inductor,
     Launcher,
@@ -57,7 +57,7 @@ MATRIX = TensorType((3, 4), F32)
 def test_who_competes() -> None:
     assert {"aten", "triton", "cpp", "inductor"} <= set(known_providers())
     on_cpu = [p.name for p in providers_for(CPU, None)]
-    assert "aten" in on_cpu and "triton" not in on_cpu and not set(ON_REQUEST) & set(on_cpu)
+    assert "aten" in on_cpu and "triton" not in on_cpu and "inductor" not in on_cpu
     on_gpu = [p.name for p in providers_for(torch.device("cuda"), None)]
     assert "triton" in on_gpu and "cpp" not in on_gpu
     assert [p.name for p in providers_for(CPU, ["inductor", "aten", "triton"])] == ["inductor", "aten"]
@@ -201,3 +201,58 @@ def test_without_a_compiler_aten_runs_everything_and_one_line_says_so(monkeypatc
         step = ws.compile(model, nn.MSELoss(), optimizer, batch, providers=["aten", "cpp"])
     assert step.choices is None and {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}
     assert len({str(w.message) for w in told}) == 1
+
+
+class Products(Provider):
+    """A library that has nothing but matrix products, in two ways, the first of which is wrong."""
+
+    name = "products"
+    devices = ("cpu",)
+    alone, at_once = ("step.contract",), True
+    ran: list[str] = []
+
+    def claims(self, region: Region) -> str:
+        return "" if one_product(region) is not None else "it is no product"
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [Offer(name, f"products {region.key} {name}", made=(name, region)) for name in ("wrong", "right")]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        return {o.key: self.launcher(*o.made) for o in offers}
+
+    def launcher(self, name: str, region: Region) -> Launcher:
+        multiply = one_product(region)
+        assert multiply is not None
+
+        def run(*tensors: torch.Tensor) -> None:
+            multiply(*tensors)
+            tensors[-1].add_(float(name == "wrong"))
+            Products.ran.append(name)
+
+        return run
+
+
+def test_a_library_of_products_runs_them_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(call: Any, *_: Any) -> float:
+        before = len(Products.ran)
+        call()
+        return 1.0 if len(Products.ran) > before else 2.0
+
+    monkeypatch.setattr("wholestep.backends.choose.on_cpu", seconds)
+
+    def losses(**options: Any) -> tuple[list[float], ws.TrainStep]:
+        model = fresh(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)))
+        batch = (data(6, 4), torch.arange(6) % 3)
+        step = ws.compile(model, nn.functional.cross_entropy, sgd(model), batch, **options)
+        return [float(step(*batch)) for _ in range(3)], step
+
+    true, _ = losses(providers=["aten"])
+    with registered(Products):
+        found, step = losses(providers=["aten", "products"])
+        Products.ran.clear()
+        step(data(6, 4), torch.arange(6) % 3)
+        report = str(step.report())
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+    run = [launch for launch in step.plan().launches if launch.provider == "products"]
+    assert [launch.name for launch in run] == ["step.contract"] * 5 and Products.ran == ["right"] * 5
+    assert "products" in report and "products:wrong" in report

@@ -10,6 +10,7 @@ more tries the rest.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
@@ -38,6 +39,10 @@ from .timing import make_room, on_cpu, on_gpu
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
 #: inside a plan than alone
 MARGIN = 1.0
+#: so is another algorithm for a product: what was drawn is the least of many times, and ATen's bits are eager's
+MARGIN_OF_PRODUCTS = 0.98
+#: sets of tensors that products are timed on beside the first
+SPARES = 2
 #: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
 HEAVY, MORE = 0.7, 3
 #: a region whose best guess takes at most so many times as long as its bytes do has nothing to gain
@@ -204,7 +209,8 @@ class Choices:
         """What is tried next, where it is worth it."""
         begun = set(map(name_of, contest.tried))
         left = [pair for pair in contest.left if name_of(pair) not in begun]
-        return left if self.products else left[:MORE]
+        quick = [pair for pair in left if not pair[0].slow]
+        return [pair for pair in left if self.products or pair[0].slow or pair in quick[:MORE]]
 
     def try_more(self, heavy: Sequence[Contest]) -> None:
         """Tries other ways for what is heavy; what differs from a heavier one in sizes alone only the best of those."""
@@ -263,9 +269,13 @@ class Choices:
         name, compiling = self.ahead
         return compiling.add([offer.made for provider, offer in pairs if provider.name == name], perhaps)
 
+    def runs_alone(self, name: str) -> bool:
+        """Whether somebody may run an op of that name in ATen's place, by the clock."""
+        return self.measure and any(name in p.alone for p in self.providers)
+
     def times(self, regions: Sequence[Region]) -> list[float]:
-        """Measured seconds of regions, each by the best of the providers; of a product alone, by the library."""
-        self.decide([r for r in regions if not is_product(r)])
+        """Measured seconds of regions, each by the best of the providers; of a product alone, by the libraries."""
+        self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")])
         found = []
         for region in regions:
             chosen = self.known.setdefault(region.key, Chosen("aten", "aten", None))
@@ -399,11 +409,13 @@ class Choices:
         turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else TURNED
         exact = Exact(region, inputs, wanted)
         outputs = [empty(s, self.device) for s in region.results]
+        spares = self.spares(region)
         for provider, offer, run in usable:
             for output, right in zip(outputs, wanted, strict=True):
                 spoilt(output, right)
             scratch = [empty(s, self.device) for s in offer.scratch]
             tensors = (*inputs, *outputs, *scratch)
+            turns = itertools.cycle([tensors, *((*spare, *scratch) for spare in spares)])
             best = math.inf if contest.best is None else contest.best[0]
             trying(note_name(provider, offer))
             try:
@@ -413,7 +425,7 @@ class Choices:
                 self.wait()
                 why = difference(outputs, wanted, low, turned)
                 why = exact.judge(outputs, why, turned) if why and low else why
-                seconds = 0.0 if why else self.time(lambda: run(*tensors), best, before)  # noqa: B023
+                seconds = 0.0 if why else self.time(lambda: run(*next(turns)), best, before)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
                 if not self.answers():
@@ -422,11 +434,21 @@ class Choices:
             if why:
                 continue
             if provider.name == "aten":
-                contest.aten = seconds = seconds * MARGIN
+                contest.aten = seconds = seconds * (MARGIN_OF_PRODUCTS if is_product(region) else MARGIN)
             if seconds < best:
                 contest.best = (seconds, (provider, offer, run))
         if contest.best is not None and contest.guessed == math.inf:
             contest.guessed = contest.best[0]
+
+    def spares(self, region: Region) -> list[list[torch.Tensor]]:
+        """Other operands and results, which a product is timed on in turns: one that finds its factors in a GPU's cache
+        tells little of one that does not, as most do in a step."""
+        if self.device.type != "cuda" or not is_product(region):
+            return []
+        free = torch.cuda.mem_get_info(self.device)[0]
+        count = SPARES if free > 8 * region.bytes else 0
+        results = region.results
+        return [[*neutral_inputs(region, False), *(empty(s, self.device) for s in results)] for _ in range(count)]
 
     def settle(self, contest: Contest) -> Chosen:
         """What was chosen in the end; a result of measuring is kept."""
@@ -438,6 +460,7 @@ class Choices:
         found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded)
         if contest.kept is not None:
             found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
+            found.excluded += [t for t in contest.kept.candidates if t.why]
         elif self.store is not None and not math.isnan(seconds):
             whole = contest.whole or not contest.left
             kept = (contest.timed, contest.guessed, whole, self.versions, contest.refused)
@@ -530,12 +553,14 @@ class Contest:
         return [t.name for t in ran[:count]]
 
     def first(self, measured: bool) -> list[Pair]:
-        """The winner of before, else the best guess of every provider; where nothing is measured, one guess."""
+        """The winner of before, else the best guess of every provider, or all it has; where nothing is measured, one
+        guess."""
         if self.kept is not None:
             return self.offers
         guesses: dict[str, Pair] = {}
-        for pair in self.offers:
-            guesses.setdefault(pair[0].name, pair)
+        quick = [pair for pair in self.offers if not pair[0].slow]
+        for pair in quick if any(pair[0].name != "aten" for pair in quick) else self.offers:
+            guesses.setdefault(name_of(pair) if pair[0].at_once else pair[0].name, pair)
         own = [pair for name, pair in guesses.items() if name != "aten"]
         return list(guesses.values()) if measured or not own else own[:1]
 

@@ -1,7 +1,8 @@
 """Operator dialects: who can run a region. A provider says what it claims, what it expects that to cost, and builds it.
 
-`aten` runs anything, op by op; `triton` and `cpp` generate kernels from the loop form; `inductor` hands the body to
-PyTorch's own compiler. A provider of a user's is a subclass of `Provider` that was given to `register_provider`.
+`aten` runs anything, op by op; `cublas` has other algorithms for matrix products; `triton` and `cpp` generate kernels
+from the loop form; `inductor` hands the body to PyTorch's own compiler. A provider of a user's is a subclass of
+`Provider` that was given to `register_provider`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from ..transforms.regions import ANCHORS
 from . import batched
 from .aten import lower
 from .convolutions import one_convolution
+from .cublas import library as cublas_library
+from .cublas import ways as cublas_ways
+from .cublas.matrices import one_product
 from .kernels import Spec
 
 #: what a built kernel is: it is called with the tensors of a region, its results and its scratch memory
@@ -96,6 +100,12 @@ class Provider(ABC):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: the module that writes several regions as one launch, of a provider that can
     batching: ClassVar[str] = ""
+    #: ops that it may run in ATen's place where they stand alone
+    alone: ClassVar[tuple[str, ...]] = ()
+    #: whether its ways take no time to build, so that all of them are tried at once
+    at_once: ClassVar[bool] = False
+    #: whether they take so long that it competes only where it is named, and where most can be gained
+    slow: ClassVar[bool] = False
 
     def absent(self) -> str:
         """Empty where it can work on this machine, else what is lost without it, in one line."""
@@ -164,12 +174,8 @@ def providers_for(device: torch.device, names: Sequence[str] | None) -> list[Pro
     for name in names or ():
         if name not in _PROVIDERS:
             raise InputError(f"there is no provider {name!r}; known: {', '.join(_PROVIDERS)}")
-    chosen = [n for n in _PROVIDERS if n not in ON_REQUEST] if names is None else list(names)
+    chosen = [n for n, p in _PROVIDERS.items() if not p.slow] if names is None else list(names)
     return [_PROVIDERS[n] for n in chosen if device.type in _PROVIDERS[n].devices]
-
-
-#: slow to build: it competes where it is named
-ON_REQUEST = ("inductor",)
 
 
 @register_provider
@@ -186,7 +192,11 @@ class Aten(Provider):
         return [Offer("aten", f"aten {region.key}", made=region)]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        return {o.key: one_convolution(o.made) or copying(op_by_op(o.made), len(o.made.operands)) for o in offers}
+        return {o.key: self.launcher(o.made) for o in offers}
+
+    def launcher(self, region: Region) -> Launcher:
+        in_place = one_convolution(region) or one_product(region)
+        return in_place or copying(op_by_op(region), len(region.operands))
 
 
 def op_by_op(region: Region) -> Callable[..., list[torch.Tensor]]:
@@ -298,6 +308,32 @@ class Generator(Provider):
 
 
 @register_provider
+class Cublas(Provider):
+    """NVIDIA's matrix products, by any of the algorithms that the library proposes."""
+
+    name, devices = "cublas", ("cuda",)
+    alone, at_once = ("step.contract",), True
+
+    @property
+    def version(self) -> str:
+        files = Path(cublas_ways.__file__).parent.glob("*.py")
+        return f"{version_of(sorted(files))} {cublas_library.version()}"
+
+    def claims(self, region: Region) -> str:
+        return cublas_ways.why_not(region)
+
+    def offers(self, region: Region) -> list[Offer]:
+        found = []
+        for number, way in enumerate(cublas_ways.ways(region)):
+            name = f"algorithm {number}"
+            found.append(Offer(name, f"cublas {region.key} {name}", cublas_ways.scratch_of(way), way))
+        return found
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        return {o.key: o.made for o in offers}
+
+
+@register_provider
 class Triton(Generator):
     """Kernels that we generate for NVIDIA GPUs."""
 
@@ -347,6 +383,7 @@ class Inductor(Provider):
 
     name = "inductor"
     version = ""
+    slow = True
 
     def claims(self, region: Region) -> str:
         if region.parts:

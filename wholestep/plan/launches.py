@@ -28,7 +28,9 @@ from ..dialects.strides import Strides, is_dense, row_major, same_places, stride
 from ..errors import WholestepError
 from ..ir.core import Op, Value
 from ..ir.dialect import OpDef
+from ..ir.hashing import structural_hash
 from ..ir.types import ScalarType, TensorType
+from ..transforms.regions import Piece, body_of
 from .joins import Joins, Part, offsets_of, relaid
 
 UI8 = ScalarType("ui8")
@@ -76,6 +78,7 @@ class Flat:
     unasked: dict[str, str] = field(default_factory=dict)  # ops whose calls could not be traced, and why
     results: list[tuple[int, int]] = field(default_factory=list)  # value, the argument it replaces or -1
     undecided: list[Region] = field(default_factory=list)  # regions that no provider has been chosen for
+    rivals: list[Region] = field(default_factory=list)  # so of ops that stand alone: ATen runs them until it is
     op_by_op: list[Op] = field(default_factory=list)  # regions that ATen is to run: their ops belong into the program
 
     def value(self, kind: str, type: TensorType, strides: Strides, maker: int, made_by: int = -1) -> int:
@@ -151,6 +154,15 @@ class Regions:
             else:
                 found = region_of(*self.bodies[name], operands, device, wanted)
             self.known[key] = found
+        return found
+
+    def alone(self, op: Op, operands: list[Spec], results: list[Spec], device: torch.device) -> Region:
+        """The region that one op is, with results that lie so."""
+        key = (structural_hash([op], ("phase",)), tuple(operands), tuple(results))
+        found = self.known.get(key)
+        if found is None:
+            body = body_of(Piece([op], list(op.operands), list(op.results)))
+            found = self.known[key] = Region(body, None, tuple(operands), tuple(results), device)
         return found
 
     def kernel(self, region: Region, chosen: Chosen | None) -> Kernel:
@@ -362,6 +374,7 @@ class _Flattener:
             specs = [Spec(t.shape, row_major(t.shape), torch_dtype(t.element)) for t in types]
             kernel = self.relay(op, types, used, self.kernels(op, call.run, asked, specs, used))
             layouts = [s.strides for s in kernel.specs]
+            provider, kernel = self.by_others(op, asked, kernel)
             if op.definition is Concat:
                 flat.concats[op] = layouts[0]
         reads = tuple([values[v] for v in operands])
@@ -402,6 +415,21 @@ class _Flattener:
         if key not in self.relaid:
             self.relaid[key] = relaid(kernel, dict(asked), self.device)
         return self.relaid[key]
+
+    def by_others(self, op: Op, asked: Sequence[Operand], kernel: Kernel) -> tuple[str, Kernel]:
+        """Who runs an op that stands alone, and its kernel: ATen's, unless another was chosen."""
+        if self.regions is None or not self.regions.choices.runs_alone(op.name):
+            return "aten", kernel
+        specs = [o.spec for o in asked if o.spec is not None]
+        if len(specs) != len(set(op.operands)):  # (a number of the host, or one tensor twice)
+            return "aten", kernel
+        region = self.regions.alone(op, specs, kernel.specs, self.device)
+        chosen = self.regions.choices.known.get(region.key)
+        if chosen is None:
+            self.flat.rivals.append(region)
+        if chosen is None or chosen.run is None:
+            return "aten", kernel
+        return chosen.provider, self.regions.kernel(region, chosen)
 
     def as_region(self, op: Op) -> tuple[str, Kernel]:
         """Who runs a region, and its kernel; what nobody has decided about yet is noted."""

@@ -207,12 +207,16 @@ class _Planner:
             single = [r for r in flat.undecided if not r.parts]
             if flat.undecided and attempt >= MOST:
                 self.take_apart(function, regions, fusion, batches, set(function.regions[0].block))
-            elif single:  # (late without ATen: layouts keep changing with what it runs)
-                self.choices.decide(single, [r for r in flat.undecided if r.parts], aten=attempt < ATTEMPTS)
+            elif single and attempt < ATTEMPTS:
+                self.choices.decide([*flat.rivals, *single], [r for r in flat.undecided if r.parts])
+            elif single:  # late without ATen: layouts keep changing with what it runs
+                self.choices.decide(single, aten=False)
             elif flat.op_by_op:
                 self.take_apart(function, regions, fusion, batches, set(flat.op_by_op))
             elif flat.undecided:  # batches come last: they read what the others make, as it lies in the end
                 self.choices.decide(flat.undecided)
+            elif flat.rivals:
+                self.choices.decide(flat.rivals)
             else:
                 return flat
 
