@@ -220,6 +220,12 @@ def test_quantise_and_dequantise():
 # ---- functions, branches, loops --------------------------------------------------------------------------------------
 
 
+def test_a_cast_of_the_file_rounds_inside_of_kernels_too():
+    there_and_back = model("g (float[N,4] x) => (float[N,4] y) { h = Cast<to=10>(x) y = Cast<to=1>(h) }", 19)
+    function = ws.from_onnx(there_and_back)._graph.specialise([torch.randn(2, 4)], True).function
+    assert [op.rounds for op in function.regions[0].block if op.name == "step.cast"] == [True, True]
+
+
 def test_functions_of_the_file_are_inlined_with_their_attributes():
     body = """agraph (float[2, 3] x) => (float[2, 4] y) { y = local.Affine <scale = 2.0> (x, w) }
     <domain: "local", opset_import: ["" : 18]>

@@ -340,6 +340,15 @@ def test_casts_of_parameters_become_arguments() -> None:
     verify(captured.module)
 
 
+def test_casts_of_the_model_round_and_ours_need_not() -> None:
+    model = Low(lambda m, x: m.layer(x.half().float()))
+    captured = capture(model, loss_and_output, (torch.randn(4, 8),))
+    apply_precision(captured, parse_precision("bf16"))
+    block = captured.function.regions[0].block
+    types = {(str(op.operands[0].type.element), str(op.dtype), op.rounds) for op in block if op.name == "step.cast"}
+    assert types == {("bf16", "f16", True), ("f16", "f32", True), ("f32", "bf16", None), ("bf16", "f32", None)}
+
+
 def test_copies_are_read_through_views() -> None:
     captured = capture(
         Low(lambda m, x: x @ m.layer.weight.mT[:, :4].reshape(8, 2, 2)[:, 0]), loss_and_output, (torch.randn(4, 8),)

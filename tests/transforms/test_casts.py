@@ -185,3 +185,35 @@ def test_one_cast_for_all_readers() -> None:
     )
     module = function("%x: tensor<2x3xf32>", body, "%c, %d", "tensor<2x3xbf16>, tensor<2x3xbf16>")
     assert sum(line.startswith("cast") for line in placed(module)) == 1
+
+
+def rounding(module: ir.Op) -> list[str]:
+    """The casts that round inside of kernels too, after the pass."""
+    lines, block = placed(module), lookup(module, "main").regions[0].block
+    return [line for line, op in zip(lines, block, strict=False) if op.attributes.get("rounds")]
+
+
+def of_the_program(line: str) -> str:
+    return line.replace("dtype", "rounds = true, dtype")
+
+
+def test_a_cast_of_the_program_rounds_wherever_it_goes() -> None:
+    lines = [cast("a", "x", "8x3xf64", "8x3xf32"), cast("c", "a", "8x3xf32", "8x3xbf16"), SLICE.format("c", "bf16")]
+    module = function("%x: tensor<8x3xf64>", of_the_program("\n".join(lines)), "%b", "tensor<2x3xbf16>")
+    assert rounding(module) == ["cast 2x3xf32 -> 2x3xbf16"]  # kernels compute in f32: that cast rounds anyway
+    body = '%a = "step.broadcast"(%x) {shape = array<i64: 8, 3>} : (tensor<3xf32>) -> tensor<8x3xf32>\n'
+    body += of_the_program(cast("b", "a", "8x3xf32", "8x3xbf16"))
+    assert rounding(function("%x: tensor<3xf32>", body, "%b", "tensor<8x3xbf16>")) == ["cast 3xf32 -> 3xbf16"]
+    lines = [cast("a", "x", "4xbf16", "4xf32"), cast("b", "a", "4xf32", "4xf16")]
+    module = function("%x: tensor<4xbf16>", of_the_program("\n".join(lines)), "%b", "tensor<4xf16>")
+    assert rounding(module) == ["cast 4xbf16 -> 4xf16"]
+
+
+def test_a_cast_of_the_program_is_one_with_ours() -> None:
+    ours, theirs = cast("a", "x", "4xf32", "4xbf16"), cast("b", "x", "4xf32", "4xbf16")
+    more = ['%c = "step.neg"(%a) : (tensor<4xbf16>) -> tensor<4xbf16>']
+    more.append('%d = "step.abs"(%b) : (tensor<4xbf16>) -> tensor<4xbf16>')
+    body = "\n".join([ours, of_the_program(theirs), *more])
+    module = function("%x: tensor<4xf32>", body, "%c, %d", "tensor<4xbf16>, tensor<4xbf16>")
+    assert rounding(module) == ["cast 4xf32 -> 4xbf16"]
+    assert sum(op.name == "step.cast" for op in lookup(module, "main").regions[0].block) == 1

@@ -16,6 +16,7 @@ from wholestep.dialects.loop.reference import run
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir import F32, F64, I64, add_function, finish_function, module, verify
 from wholestep.ir.core import Op
+from wholestep.ir.types import ScalarType
 from wholestep.runtime.executor import Executable
 from wholestep.transforms.loops import Dimensions, NotLoops, lowered, points
 
@@ -81,6 +82,12 @@ def test_what_has_no_loops_is_known() -> None:
                 pass
     assert not able & WITHOUT_LOOPS
     assert set(SAMPLES) - able <= WITHOUT_LOOPS
+
+
+def test_a_rounding_of_the_program_that_no_kernel_does_is_refused() -> None:
+    narrow = dict(dtype=ScalarType("f8E5M2"), rounds=True)
+    with pytest.raises(NotLoops, match="does not round to f8E5M2 on the way"):
+        lowered(function_of("cast", [torch.randn(3)], narrow))
 
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 6), (4, 1), (2, 3, 4), (2, 1, 3, 2)]

@@ -18,7 +18,7 @@ import torch
 
 from ..dialects.step import torch_dtype
 from ..ir.attributes import Attribute
-from ..ir.core import Value
+from ..ir.core import Op, Value
 from ..ir.types import F32, ScalarType, TensorType
 from .aten import Call, lower
 from .providers import Region
@@ -33,6 +33,12 @@ AS_FAR, AT_MOST = 2.0, 5.0
 SUBTRACTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: ops that run as they are among others in f32: numbers are drawn by their type, and of others nothing is known
 AS_THEY_ARE = ("step.random", "step.opaque")
+
+
+def runs_as_it_is(op: Op) -> bool:
+    """Whether an op keeps its types among others in f32: those above, and casts that round because the program does."""
+    return op.name in AS_THEY_ARE or bool(op.attributes.get("rounds"))
+
 
 Tensors = Sequence[torch.Tensor]
 
@@ -169,7 +175,7 @@ def in_f32(region: Region) -> Callable[..., list[torch.Tensor]]:
     block = body.regions[0].block
     assert block.last is not None
     results, ops = block.last.operands, [op for op in block if not op.definition.terminator]
-    calls: dict[Any, Call] = {op: lower(op, region.device) for op in ops if op.name in AS_THEY_ARE}
+    calls: dict[Any, Call] = {op: lower(op, region.device) for op in ops if runs_as_it_is(op)}
     narrow = {op: [torch_dtype(v.type.element) for v in call.operands] for op, call in calls.items()}
     for value in (*block.arguments, *(r for op in ops for r in op.results)):
         value.type = wide(value.type)

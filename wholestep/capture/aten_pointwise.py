@@ -34,8 +34,8 @@ def result_element(*operands: Any) -> ScalarType:
 
 
 def operand(b: StepBuilder, x: Any, element: ScalarType) -> Value:
-    """A tensor or number as a value of this element type."""
-    return b.cast_to(x, element) if isinstance(x, Value) else b.full(x, (), element)
+    """A tensor or number as a value of this element type. A gradient is rounded where a tensor was promoted."""
+    return b.cast_to(x, element, rounds=True) if isinstance(x, Value) else b.full(x, (), element)
 
 
 def binary(imp: Importer, name: str, x: Any, y: Any, **attributes: Any) -> Value:

@@ -79,12 +79,12 @@ def _detach(imp, x):
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as", "copy",
 )  # fmt: skip
 def _to(imp, x, *args, **kwargs):
-    return imp.b.broadcast_to(imp.b.cast_to(x, imp.expected[0].element), imp.expected[0].shape)
+    return imp.b.broadcast_to(imp.b.cast_to(x, imp.expected[0].element, rounds=True), imp.expected[0].shape)
 
 
 @aten("to.prim_Device", "to.prim_dtype", "to.prim_other")
 def _to_prim(imp, x, *_, **__):
-    return imp.b.cast_to(x, imp.expected[0].element)
+    return imp.b.cast_to(x, imp.expected[0].element, rounds=True)
 
 
 def cut(b: StepBuilder, x: Value, dim: int, start: int, end: int, stride: int = 1) -> Value:

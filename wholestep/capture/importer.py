@@ -296,7 +296,7 @@ class Importer:
             return base
         self.expected = [old.type]
         new = self.twin(node, packet, target, old, values, named)
-        new = self.b.broadcast_to(self.b.cast_to(new, old.type.element), old.type.shape)
+        new = self.b.broadcast_to(self.b.cast_to(new, old.type.element, rounds=True), old.type.shape)
         if self.no_grad:
             new = self.detached(new)
             if has_history(old):
@@ -315,7 +315,8 @@ class Importer:
             raise ValueError("the tensor given as out= has another shape; leave out= away")
         if self.no_grad and has_history(old):
             raise ValueError(HIDDEN_CHANGE)
-        base.write(self.b, self.b.cast_to(self.detached(new) if self.no_grad else new, old.type.element))
+        new = self.detached(new) if self.no_grad else new
+        base.write(self.b, self.b.cast_to(new, old.type.element, rounds=True))
         return base
 
     def twin(self, node: fx.Node, packet: str, target: Any, old: Value, values: Any, named: Any) -> Value:

@@ -1,11 +1,13 @@
 """`place-casts`: casts go where they move the fewest bytes; no number changes.
 
 Casts to a wider type and back vanish, a cast stands before what repeats elements and after what picks some, repeated
-casts become one, and what backward reads only in 16 bits is cast in forward, so that it is kept in 16 bits.
+casts become one, and what backward reads only in 16 bits is cast in forward, so that it is kept in 16 bits. A cast that
+the program itself has (`rounds`) stays one that rounds wherever it goes.
 """
 
 from __future__ import annotations
 
+from ..dialects.loop import compute_type
 from ..dialects.step import step
 from ..dialects.step.pointwise import Cast
 from ..ir.builtin import functions
@@ -54,30 +56,39 @@ def rebuilt(op: Op, operands: dict[Value, Value], element: ScalarType, rewriter:
     return rewriter.insert(new).results[0]
 
 
-def recast(rewriter: PatternRewriter, value: Value, element: ScalarType) -> Value:
-    """`value` in an element type, without a cast where one can be undone."""
+def recast(rewriter: PatternRewriter, value: Value, like: Op) -> Value:
+    """`value` cast as another is, without a cast where one can be undone."""
+    element: ScalarType = like.dtype
     if is_cast(value):
         assert value.op is not None
         source = value.op.operands[0]
         if source.type.element is element and keeps_every_value(element, value.type.element):
             return source
-    return value if value.type.element is element else Cast.build(rewriter, value, dtype=element).result
+    return value if value.type.element is element else cast_like(rewriter, value, like)
+
+
+def cast_like(rewriter: PatternRewriter, value: Value, like: Op) -> Value:
+    """`value` cast as another is: to the same type, and rounded inside of a kernel where that is."""
+    return Cast.build(rewriter, value, dtype=like.dtype, rounds=like.rounds).result
 
 
 class FoldCasts(RewritePattern):
-    """A cast of a cast that lost nothing is one cast, or none."""
+    """A cast of a cast that lost nothing is one cast, or none. Casts that lose nothing, or are to a type that kernels
+    compute in, need no word that they round."""
 
     roots = (Cast,)
 
     def match_and_rewrite(self, op: Op, rewriter: PatternRewriter) -> None:
         x = op.operands[0]
-        if x.type.element is op.dtype:
+        if op.rounds and (compute_type(op.dtype) is op.dtype or keeps_every_value(x.type.element, op.dtype)):
+            rewriter.replace_op(op, Cast.build(rewriter, x, dtype=op.dtype).result)
+        elif x.type.element is op.dtype:
             rewriter.replace_op(op, x)
         elif is_cast(x):
             assert x.op is not None
             source = x.op.operands[0]
             if keeps_every_value(source.type.element, x.type.element):
-                rewriter.replace_op(op, recast(rewriter, source, op.dtype))
+                rewriter.replace_op(op, recast(rewriter, source, op))
 
 
 class CastBefore(RewritePattern):
@@ -96,7 +107,7 @@ class CastBefore(RewritePattern):
         alone = only_use(moved.results[0], op)
         if ((grows or recast_is_free(x, op.dtype)) and (alone or view)) or (even and alone and narrows(op)):
             rewriter.insert_before(moved)
-            low = recast(rewriter, x, op.dtype)
+            low = recast(rewriter, x, op)
             rewriter.insert_before(op)
             rewriter.replace_op(op, rebuilt(moved, {x: low}, op.dtype, rewriter))
             if not moved.results[0].uses:
@@ -129,7 +140,7 @@ class CastAfter(RewritePattern):
         if not only_use(cast.result, op) or out > size or (out == size and (narrows(cast) or not widens(cast))):
             return
         moved = rebuilt(op, {cast.result: x}, x.type.element, rewriter)
-        rewriter.replace_op(op, Cast.build(rewriter, moved, dtype=cast.dtype).result)
+        rewriter.replace_op(op, cast_like(rewriter, moved, cast))
         rewriter.erase_op(cast)
 
     def concat(self, op: Op, rewriter: PatternRewriter) -> None:
@@ -166,10 +177,21 @@ def keep_low(block: Block) -> None:
             op.attributes["phase"] = maker.phase
 
 
+def round_alike(block: Block) -> None:
+    """Of a value that the program casts, all casts to that type round, so that they are one."""
+    for op in block:
+        if op.name == "step.cast" and op.rounds:
+            for other in op.operands[0].uses:
+                if other.name == "step.cast" and other.dtype is op.dtype:
+                    other.attributes["rounds"] = True
+
+
 @register_pass("place-casts")
 def place_casts(module: Op) -> None:
     """Moves casts to where they move the fewest bytes, without changing a number."""
     apply_patterns(module, [FoldCasts(), CastBefore(), CastAfter()])
+    for function in functions(module):
+        round_alike(function.regions[0].block)
     cse(module)
     for function in functions(module):
         keep_low(function.regions[0].block)

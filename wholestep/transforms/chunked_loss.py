@@ -402,7 +402,7 @@ def other(end: End) -> Value:
 def done_to(b: StepBuilder, op: Op, x: Value) -> Value:
     """What an op does to each token, done to the tokens of a chunk."""
     if op.name == "step.cast":
-        return b.cast_to(x, op.result.type.element)
+        return b.cast_to(x, op.dtype, op.rounds)
     if op.definition is Pad:
         return b.pad(x, low=(0, op.low[-1]), high=(0, op.high[-1]), value=op.value)
     options = {k: op.attributes[k] for k in ("start", "end", "stride")}

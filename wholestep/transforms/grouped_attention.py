@@ -60,7 +60,7 @@ class Followed:
             if op.definition is Transpose:
                 x = b.transpose(x, order=op.order)
             elif op.definition is Cast:
-                x = b.cast_to(x, op.result.type.element)
+                x = b.cast_to(x, op.dtype, op.rounds)
             else:
                 x = b.reshape_to(x, own_shape(dimensions))
         return x

@@ -12,7 +12,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..dialects.loop import FUNCTIONS, Apply, Constant, Index, Load, Random, Reduce, Space, Store, compute_type
+from ..dialects.loop import (
+    FUNCTIONS,
+    ROUNDED,
+    Apply,
+    Constant,
+    Index,
+    Load,
+    Random,
+    Reduce,
+    Space,
+    Store,
+    compute_type,
+)
 from ..dialects.step.base import StepOp
 from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Block, Builder, Op, Value
@@ -358,7 +370,12 @@ class Lowering:
             name = f"{rounding}_div"
         elif name == "rem" and rounding == "trunc":
             name = "fmod"
-        return self.apply(name, *args, dtype=op.results[0].type.element)
+        dtype = op.results[0].type.element
+        if op.attributes.get("rounds") and compute_type(dtype) is not dtype:
+            if dtype not in ROUNDED:
+                raise NotLoops(f"a kernel does not round to {dtype} on the way")
+            name = "rounded"
+        return self.apply(name, *args, dtype=dtype)
 
     def apply(self, fn: str, *args: Value, dtype: ScalarType) -> Value:
         first, *rest = args

@@ -121,7 +121,7 @@ def patched(b: StepBuilder, image: Value, sizes: Sequence[int]) -> Value:
     last = len(split) + 2
     blocks = b.transpose(blocks, order=(0, *range(2, last, 2), 1, *range(3, last, 2)))
     rows = b.reshape(blocks, shape=(n, *split[::2], channels * math.prod(sizes)))
-    return rows if cast is None else b.cast(rows, dtype=cast.dtype)
+    return rows if cast is None else b.cast(rows, dtype=cast.dtype, rounds=cast.rounds)
 
 
 def together(b: StepBuilder, rows: Value, shape: Sequence[int], sizes: Sequence[int]) -> Value:

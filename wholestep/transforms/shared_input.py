@@ -336,7 +336,7 @@ def join_forward(ops: Sequence[Op], loc: Location) -> None:
 
 def below(b: StepBuilder, weights: Sequence[Value]) -> Value:
     """Weights below one another. They are cast here, where theirs may come later."""
-    made = [v if v.op is None else b.cast_to(v.op.operands[0], v.type.element) for v in weights]
+    made = [v if v.op is None else b.cast_to(v.op.operands[0], v.type.element, v.op.rounds) for v in weights]
     return b.concat(made, dim=0)
 
 
@@ -401,7 +401,7 @@ def summands_of(ops: Sequence[Op]) -> tuple[Value, ...]:
     for op in ops:
         value = op.result
         user = only_reader(value)
-        if user is not None and user.definition is Cast:
+        if user is not None and user.definition is Cast and not user.rounds:
             value = user.result
         values.append(value)
     trees = [sums_over(value) for value in values]

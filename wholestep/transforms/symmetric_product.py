@@ -101,6 +101,8 @@ def product_of(value: Value) -> Product | None:
     """The product that a summand is, seen through a cast and transposes that nobody else reads."""
     orders = []
     while value.op is not None and len(value.uses) == 1 and value.op.definition in (Cast, Transpose):
+        if value.op.attributes.get("rounds"):
+            return None  # the program rounds each summand
         if value.op.definition is Transpose:
             orders.append(value.op.order)
         value = value.op.operands[0]

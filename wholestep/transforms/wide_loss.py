@@ -117,7 +117,7 @@ def replayed(b: StepBuilder, value: Value, ops: list[Op]) -> Value:
     """Casts and reshapes of another value, whose rows may be longer."""
     for op in ops:
         if op.definition is Cast:
-            value = b.cast(value, dtype=op.result.type.element)
+            value = b.cast(value, dtype=op.dtype, rounds=op.rounds)
         else:
             value = b.reshape(value, shape=(*op.result.type.shape[:-1], value.type.shape[-1]))
     return value

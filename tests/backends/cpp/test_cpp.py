@@ -58,7 +58,7 @@ def function_cases() -> dict[str, Case]:
     bools = [torch.tensor([0, 0, 1, 1]).bool(), torch.tensor([0, 1, 0, 1]).bool()]
     bits = {"bit_and", "bit_or", "bit_xor", "bit_not"}
     compare = ["eq", "ne", "lt", "le", "gt", "ge"]
-    unary = [f for f, n in FUNCTIONS.items() if n == 1 and f not in {*bits, "isnan", "cast"}]
+    unary = [f for f, n in FUNCTIONS.items() if n == 1 and f not in {*bits, "isnan", "cast", "rounded"}]
     binary = [f for f, n in FUNCTIONS.items() if n == 2 and f not in {*bits, *compare}]
     for e in (F32, F64, BF16):
         found[f"of one {e}"] = apply(unary, [x], [e], [e] * len(unary))
@@ -93,6 +93,9 @@ def function_cases() -> dict[str, Case]:
         near = every.view(d).float().view(torch.int32)
         near = torch.cat([near, near + 1, near - 1, near + 4096, near + 32768, near - 4095]).view(torch.float32)
         found[f"rounded to {e}"] = apply(["cast"], [near], [F32], [e])
+        found[f"rounded to {e} on the way"] = step(
+            [T(len(near))], lambda b, x, e=e: b.neg(b.cast(b.cast(x, dtype=e, rounds=True), dtype=F32)), given={0: near}
+        )
     return found
 
 

@@ -127,7 +127,7 @@ def test_reductions_of_the_reference(kind: str) -> None:
 
 def test_every_function_is_an_op_or_a_rounding_of_one() -> None:
     pointwise = {n for n, d in step.ops.items() if d.pointwise}
-    assert set(FUNCTIONS) - pointwise == {"floor_div", "trunc_div", "fmod"}
+    assert set(FUNCTIONS) - pointwise == {"floor_div", "trunc_div", "fmod", "rounded"}
 
 
 def test_random_numbers_are_those_of_the_step_dialect() -> None:

@@ -71,6 +71,7 @@ for name in ("tanh_grad", "sigmoid_grad", "silu_grad"):
 for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16):
     sample("cast", randn(3, 4) * 4, dtype=ir_dtype(dtype))
 sample("cast", randint(9, 4), dtype=F64)
+sample("cast", randn(3, 4) * 4, dtype=F16, rounds=True)
 for name in ("add", "sub", "mul", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "atan2"):
     sample(name, randn(3, 4), randn(3, 4, seed=1))
     sample(name, randn(2, 1, 4), randn(3, 1, seed=1))

@@ -31,29 +31,34 @@ struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 struct b8 { u8 bits; };
 
-template <class T> INLINE T get(const T* p, i64 i) { return p[i]; }
-INLINE float get(const bf16* p, i64 i) { return float_of((u32)p[i].bits << 16); }
-INLINE float get(const f16* p, i64 i) {
-  u32 h = p[i].bits, m = h & 0x7fff;
+INLINE float bf16_value(u32 bits) { return float_of(bits << 16); }
+INLINE float f16_value(u32 h) {
+  u32 m = h & 0x7fff;
   u32 finite = bits_of(float_of(m << 13) * 0x1p112f), other = m << 13 | 0x7f800000;
   return float_of((m >= 0x7c00 ? other : finite) | (h & 0x8000) << 16);
 }
-INLINE bool get(const b8* p, i64 i) { return p[i].bits != 0; }
-
-template <class T> INLINE void put(T* p, i64 i, T x) { p[i] = x; }
-INLINE void put(bf16* p, i64 i, float x) {  // to the nearest, ties to even
+INLINE u32 bf16_bits(float x) {  // to the nearest, ties to even
   u32 b = bits_of(x), r = (b + 0x7fff + (b >> 16 & 1)) >> 16;
-  p[i].bits = (u16)(x != x ? 0x7fc0 : r);
+  return x != x ? 0x7fc0 : r;
 }
-INLINE void put(f16* p, i64 i, float x) {
+INLINE u32 f16_bits(float x) {
   u32 b = bits_of(x), sign = b >> 16 & 0x8000, a = b & 0x7fffffff;
   u32 small = bits_of(float_of(a) + 0.5f) - 0x3f000000;  // below 2^-14: a unit of 0.5f is the smallest number of f16
   u32 r = (a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13;
   r = a < 0x38800000 ? small : r;
   r = a >= 0x477ff000 ? 0x7c00 : r;
   r = a > 0x7f800000 ? 0x7e00 : r;
-  p[i].bits = (u16)(sign | r);
+  return sign | r;
 }
+
+template <class T> INLINE T get(const T* p, i64 i) { return p[i]; }
+INLINE float get(const bf16* p, i64 i) { return bf16_value(p[i].bits); }
+INLINE float get(const f16* p, i64 i) { return f16_value(p[i].bits); }
+INLINE bool get(const b8* p, i64 i) { return p[i].bits != 0; }
+
+template <class T> INLINE void put(T* p, i64 i, T x) { p[i] = x; }
+INLINE void put(bf16* p, i64 i, float x) { p[i].bits = (u16)bf16_bits(x); }
+INLINE void put(f16* p, i64 i, float x) { p[i].bits = (u16)f16_bits(x); }
 INLINE void put(b8* p, i64 i, bool x) { p[i].bits = x; }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
@@ -78,6 +83,9 @@ template <> struct To<i16> {
   INLINE i16 from(float x) { return (i16)(i32)x; }
   INLINE i16 from(double x) { return (i16)(i32)x; }
 };
+
+INLINE float rounded_bf16_(float x) { return bf16_value(bf16_bits(x)); }
+INLINE float rounded_f16_(float x) { return f16_value(f16_bits(x)); }
 
 // ---- functions of f32 -----------------------------------------------------------------------------------------------
 // Polynomials are Chebyshev fits to functions in the comment beside them. A NaN runs through all of them.

@@ -208,6 +208,8 @@ class Reader:
             return Number(name, "reduce" if dims else "cast", type, args, how=op.attributes["kind"], dims=dims)
         assert kind is Apply
         fn = op.attributes["fn"]
+        if fn == "rounded":
+            fn = f"rounded_{op.attributes['dtype']}"
         linear = self.linear(fn, args) if type is I64 else None
         if linear is not None:
             return Number(name, "linear", I64, linear=linear)

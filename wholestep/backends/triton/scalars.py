@@ -35,6 +35,7 @@ NUMBERS = {
     "ui8": "tl.uint8",
     "i1": "tl.int1",
 }
+NARROW = {"bf16": "tl.bfloat16", "f16": "tl.float16"}
 FLOATS = ("tl.float32", "tl.float64")
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LIBDEVICE = ("exp", "exp2", "expm1", "log", "log2", "log1p", "rsqrt", "sin", "cos", "tanh", "erf", "trunc", "atan2",
@@ -129,6 +130,8 @@ def apply(
         if args[0].type in FLOATS and out == "tl.uint8":  # as a signed number first: what is below 0 wraps around
             return Number(f"{args[0].text}.to(tl.int64).to(tl.uint8)", out), ()
         return Number(args[0].to(out), out, args[0].value if out == args[0].type else None), ()
+    if fn == "rounded":
+        return Number(f"{args[0].to(out)}.to({NARROW[str(element)]}).to({out})", out), ()
     if out == "tl.int1":
         return boolean(fn, args), ()
     texts = [a.to(out) for a in args]

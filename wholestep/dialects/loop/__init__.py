@@ -5,6 +5,7 @@ from __future__ import annotations
 from .ops import (
     FUNCTIONS,
     REDUCTIONS,
+    ROUNDED,
     Apply,
     Constant,
     Index,
@@ -21,6 +22,7 @@ from .schedule import NoSchedule, Schedule, inputs_of, outputs_of, schedule, spa
 __all__ = [
     "FUNCTIONS",
     "REDUCTIONS",
+    "ROUNDED",
     "Apply",
     "Constant",
     "Index",

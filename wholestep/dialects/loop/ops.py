@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from ...ir.core import Op
 from ...ir.dialect import AnyTensor, AnyType, Attr, Dialect, OpDef, Operand, Result
-from ...ir.types import F32, I64, ScalarType, TensorType
+from ...ir.types import BF16, F16, F32, I64, ScalarType, TensorType
 
 loop = Dialect("loop", "How one kernel walks its data: iteration dimensions, access maps, numbers, reductions.")
 
+#: element types that a number can be rounded to inside of a kernel
+ROUNDED = (BF16, F16)
 REDUCTIONS = ("sum", "max", "min", "prod", "or", "and")
-#: how many numbers each function takes; the names are those of the step dialect's pointwise ops
+#: how many numbers each function takes; the names are those of the step dialect's pointwise ops, and of roundings of
+#: them: `rounded` is a cast to a 16-bit float that rounds also where its result stays in the kernel
 FUNCTIONS = {
     **dict.fromkeys(
         [
@@ -43,6 +46,7 @@ FUNCTIONS = {
             "isnan",
             "bit_not",
             "cast",
+            "rounded",
         ],
         1,
     ),
@@ -172,6 +176,8 @@ class Apply(OpDef):
     def check(op: Op) -> str | None:
         if len(op.operands) != FUNCTIONS[op.fn]:
             return f"{op.fn} takes {FUNCTIONS[op.fn]} numbers"
+        if op.fn == "rounded" and op.dtype not in ROUNDED:
+            return f"numbers are not rounded to {op.dtype}"
         kinds = {v.type: None for v in op.rest}
         return f"{op.fn} of {' and '.join(map(str, kinds))}" if len(kinds) > 1 else None
 

@@ -31,6 +31,7 @@ _FUNCTIONS: dict[str, Any] = {
     "bit_not": torch.bitwise_not,
     "select": torch.where,
     "cast": lambda x: x,
+    "rounded": lambda x: x,
 }
 
 
@@ -89,7 +90,9 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             name, args = op.attributes["fn"], [numbers[v] for v in op.operands]
             value = (_FUNCTIONS.get(name) or getattr(torch, name))(*args)
             dtype = torch_dtype(op.attributes["dtype"])
-            value = value.to(dtype if name == "cast" and not dtype.is_floating_point else wide(dtype))
+            if name == "rounded" or (name == "cast" and not dtype.is_floating_point):
+                value = value.to(dtype)
+            value = value.to(wide(dtype))
         elif kind is Reduce:
             dims = op.attributes["dims"]
             x = numbers[op.operands[0]]

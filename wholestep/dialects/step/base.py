@@ -211,9 +211,9 @@ class StepBuilder(Builder):
     def zeros_like(self, x: Value) -> Value:
         return self.full(0, x.type.shape, x.type.element)
 
-    def cast_to(self, x: Value, element: ScalarType) -> Value:
-        """`x` with another element type; `x` itself where it has it already."""
-        return x if x.type.element is element else self.cast(x, dtype=element)
+    def cast_to(self, x: Value, element: ScalarType, rounds: bool | None = None) -> Value:
+        """`x` with another element type; `x` itself where it has it already. rounds: the program has this cast."""
+        return x if x.type.element is element else self.cast(x, dtype=element, rounds=rounds)
 
     def reshape_to(self, x: Value, shape: Sequence[int]) -> Value:
         shape = tuple(shape)

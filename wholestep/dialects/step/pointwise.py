@@ -327,12 +327,17 @@ class GeluGrad(ActivationGrad):
 
 @step.op
 class Cast(Unary):
-    """x with another element type."""
+    """x with another element type.
+
+    A kernel computes in f32 and may leave out a rounding to 16 bits of what it does not store, but not where the
+    program itself has the cast (`rounds`). The gradient of such a cast is cast by one as well, as autograd does it.
+    """
 
     dtype = Attr("dtype", "element type of the result")
+    rounds = Attr("bool", "whether it rounds also inside of a kernel", optional=True)
 
     @staticmethod
-    def infer(x, dtype):  # type: ignore[override]
+    def infer(x, dtype, rounds):  # type: ignore[override]
         return x.with_element(dtype)
 
     @staticmethod
@@ -342,7 +347,7 @@ class Cast(Unary):
 
     @staticmethod
     def derivative(b, op, dy):
-        return [b.cast(dy, dtype=op.x.type.element)]
+        return [b.cast(dy, dtype=op.x.type.element, rounds=op.rounds)]
 
     @staticmethod
     def flops(op):

@@ -87,7 +87,7 @@ def converted(c: Context, x: Tensor, kind: int, saturate: bool = True, round_mod
         return c.tensor(b.ne(wide(b, value), 0), kind)
     if x.is_float and element.kind != "float" and element.bits < 64:
         value = b.cast_to(value, I64)  # then the lower bits of that
-    return c.tensor(b.cast_to(value, element), kind)
+    return c.tensor(b.cast_to(value, element, rounds=True), kind)
 
 
 def to_small(c: Context, x: Value, small: Small, saturate: bool) -> Value:
