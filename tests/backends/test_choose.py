@@ -231,6 +231,7 @@ def test_a_choice_is_kept_and_used_without_timing(tmp_path: Path, timings: list[
     first = Choices(CPU, [SlowAten(), Sole()], store)
     first.decide([wanted])
     assert first.known[wanted.key].provider == "sole" and len(timings) == 2
+    assert store.rows()[0].choice.about.startswith("step.")  # `wholestep cache --show` finds it by its ops
     again = Choices(CPU, [SlowAten(), Sole()], Store("machine", tmp_path))
     again.decide([region()])
     assert again.known[wanted.key].provider == "sole" and again.known[wanted.key].run is not None

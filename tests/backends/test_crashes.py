@@ -121,28 +121,30 @@ def test_who_is_to_blame(tmp_path: Path, text: str, guilty: bool) -> None:
 
 def test_what_stands_in_the_way_of_notes_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
+    objects = tmp_path / "objects"
+    objects.mkdir()
     monkeypatch.setattr(crashes.faulthandler, "enable", lambda file: calls.append("enable"))
     monkeypatch.setattr(crashes.faulthandler, "disable", lambda: calls.append("disable"))
     monkeypatch.setattr(crashes.faulthandler, "is_enabled", lambda: True)
-    for folder in (None, tmp_path):  # no cache, and somebody else's faulthandler
+    for folder in (None, objects):  # no cache, and somebody else's faulthandler
         with watched(folder) as trying:
             trying(NAME)
-            assert not list(tmp_path.iterdir())
+            assert not list(objects.iterdir())
     assert not calls
 
     monkeypatch.setattr(crashes.faulthandler, "is_enabled", lambda: False)
-    with watched(tmp_path) as trying:
+    with watched(objects) as trying:
         trying(NAME)
-        (file,) = tmp_path.iterdir()
+        (file,) = objects.iterdir()
         assert file.read_text().startswith(f"{NAME} 0x")
 
         def full(*args: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "pwrite", full)
-        with pytest.warns(UserWarning, match="No space left on device.*is not noted"):
+        with pytest.warns(UserWarning, match="No space left on device.*this process alone"):
             trying(digest("another way"))
         assert calls == ["enable", "disable"]  # or the first way were blamed for what the second does
-    assert not list(tmp_path.iterdir())
-    with pytest.warns(UserWarning, match="is not noted"), watched(tmp_path / "absent") as trying:
+    assert not list(objects.iterdir())
+    with pytest.warns(UserWarning, match="this process alone"), watched(objects / "absent") as trying:
         trying(NAME)

@@ -208,8 +208,11 @@ class Products(Provider):
 
     name = "products"
     devices = ("cpu",)
-    alone, at_once = ("step.contract",), True
+    alone = ("step.contract",)
     ran: list[str] = []
+
+    def at_once(self, region: Region) -> bool:
+        return True
 
     def claims(self, region: Region) -> str:
         return "" if one_product(region) is not None else "it is no product"

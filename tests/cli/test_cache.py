@@ -6,6 +6,7 @@ import os
 import re
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_path_makes_nothing(folder, capsys):
 
 @pytest.mark.parametrize("arguments", [(), ("--show", "x"), ("--clear",)])
 def test_nothing_is_kept_yet(folder, capsys, arguments):
-    assert printed(capsys, *arguments) == f"{folder}: nothing is kept yet\n"
+    assert printed(capsys, *arguments).startswith(f"{folder}: nothing is kept yet; the first ws.compile")
     assert not folder.exists()
 
 
@@ -63,13 +64,44 @@ def test_summary(filled, capsys):
         ("soft*128", {"softmax 8x128"}, 2),
         ("machine A", {"softmax 8x128", "linear 64x64"}, 2),
         ("*", {"softmax 8x128", "linear 64x64"}, 3),
-        ("attention", set(), 0),
     ],
 )
 def test_show(filled, capsys, pattern, keys, count):
     text = printed(capsys, "--show", pattern)
     assert {key for key in ("softmax 8x128", "linear 64x64") if key in text} == keys
     assert text.endswith(f"{count} of 3 measured choices\n")
+
+
+ABOUT = "step.softmax, step.mul (x2): 8x128 bf16 -> 8x128 bf16; first met in layer h.0.attn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["softmax"], 1),
+        (["step.mul"], 1),
+        (["8x128"], 1),
+        (["H.0.Attn"], 1),
+        (["softmax", "bf16", "triton"], 1),
+        (["softmax", "conv"], 0),
+        (["aten"], 2),  # it took part in both
+        (["--winner", "aten"], 1),
+        (["softmax", "--winner", "aten"], 0),
+        ([], 2),
+    ],
+)
+def test_choices_are_found_by_what_they_are_about(folder, capsys, arguments, found):
+    store = Store("m", folder)
+    store.put("3d62bc aten+triton", replace(CHOICE, about=ABOUT))
+    store.put("18070a aten+triton", Choice("aten", 1e-3))  # of before there were words
+    text = printed(capsys, "--show", *arguments)
+    assert f"{found} of 2 measured choices" in text and ("Try: " in text) == (found == 0)
+    assert (ABOUT in text) == ("3d62bc" in text)
+
+
+def test_winner_alone_says_what_it_belongs_to(folder, capsys):
+    assert main.main(["cache", "--winner", "cpp"]) == 1
+    assert "Try: wholestep cache --show --winner cpp" in capsys.readouterr().err
 
 
 def test_show_lists_candidates_the_fastest_first_and_the_excluded_last(filled, capsys):
@@ -114,14 +146,22 @@ def test_a_locked_database_is_an_error(filled, capsys, monkeypatch):
         database.execute("BEGIN EXCLUSIVE")
         for arguments in ((), ("--clear",), ("--show", "x")):
             assert main.main(["cache", *arguments]) == 1
-            assert "locked by another process" in capsys.readouterr().err
+            err = capsys.readouterr().err
+            assert "locked by another process" in err and "Try: again" in err
     assert len(Store("m", filled).rows()) == 3
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(filled, capsys, monkeypatch):
     monkeypatch.setattr(cache, "why_unwritable", lambda folder: "Read-only file system")
     assert main.main(["cache"]) == 1
-    assert "Read-only file system" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Read-only file system" in err and "Try: set WHOLESTEP_CACHE" in err
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(folder, capsys):
+    folder.write_text("in the way")
+    assert main.main(["cache"]) == 1
+    assert "is a file" in capsys.readouterr().err
 
 
 def test_objects_that_others_could_have_written_are_not_counted(filled, capsys):

@@ -125,7 +125,9 @@ def test_a_cuda_device_is_measured_where_there_is_one(monkeypatch, capsys):
 
 def test_calibration_that_cannot_be(monkeypatch, capsys, tmp_path):
     assert main.main(["doctor", "--write", "x.json"]) == 1
-    assert "give both" in capsys.readouterr().err
+    assert "Try: wholestep doctor --calibrate --write" in capsys.readouterr().err
+    assert main.main(["doctor", "--calibrate", "--force"]) == 1
+    assert "--write FILE --force" in capsys.readouterr().err
     monkeypatch.setattr(doctor, "describe", lambda: replace(COMPLETE, torch=None, torch_problem="gone"))
     assert main.main(["doctor", "--calibrate"]) == 1
     assert "without torch: gone" in capsys.readouterr().err
@@ -133,3 +135,61 @@ def test_calibration_that_cannot_be(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(calibration, "calibrate", lambda device: MEASURED)
     assert main.main(["doctor", "--calibrate", "--write", str(tmp_path / "absent" / "x")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+BUSY = replace(MEASURED, bandwidth=1e10, spread=0.8, busy="repeats of copies differ by 80%")
+QUIET = replace(MEASURED, spread=0.05)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A machine whose measurements are given."""
+    given = []
+    monkeypatch.setattr(doctor, "describe", lambda: replace(COMPLETE, cuda=()))
+    monkeypatch.setattr(calibration, "calibrate", lambda device: given.pop())
+    return given
+
+
+@pytest.mark.parametrize(
+    ("before", "found", "kept"),
+    [
+        (None, BUSY, ""),
+        (BUSY, QUIET, ""),
+        (QUIET, replace(QUIET, spread=0.1), ""),  # both are good: the new one counts
+        (QUIET, BUSY, "measured on a quiet machine, when repeats differed by 5% at most"),
+        (MEASURED, BUSY, "measured on a quiet machine"),  # of before spreads were noted
+        (BUSY, replace(BUSY, spread=0.9), "measured on a busy machine"),
+        (BUSY, replace(BUSY, spread=0.7), ""),
+        (QUIET, replace(QUIET, launch_seconds=5e-6), "its calls are 100% faster"),  # what disturbed it was not seen
+        (QUIET, replace(QUIET, gemm={"f32": 5e10}), "its f32 products are 100% faster"),
+        (replace(QUIET, name="Another CPU"), QUIET, "it describes Another CPU, 2 threads, and this is A CPU"),
+        (replace(QUIET, cores=8), QUIET, "it describes A CPU, 8 threads, and this is A CPU, 2 threads"),
+    ],
+)
+def test_a_busy_machine_is_told_and_replaces_nothing_better(measured, capsys, tmp_path, before, found, kept):
+    file = tmp_path / "mine.json"
+    file.write_text("" if before is None else before.to_json())
+    measured += [found, found]
+    assert main.main(["doctor", "--calibrate", "--write", str(file)]) == bool(kept)
+    err = capsys.readouterr().err
+    assert (f"busy and looks slower than it is: {found.busy}" in err) == bool(found.busy)
+    assert kept in err and ("--force" in err) == bool(kept)
+    assert load_description(file) == (before if kept else found)
+    assert main.main(["doctor", "--calibrate", "--write", str(file), "--force"]) == 0
+    assert load_description(file) == found
+
+
+def test_json_of_a_busy_machine_is_json_alone(measured, capsys):
+    measured.append(BUSY)
+    assert main.main(["doctor", "--calibrate", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["busy"] and shown.err.count("\n") == 1
+
+
+def test_a_file_of_something_else_is_left_alone_before_anything_is_measured(measured, capsys, tmp_path):
+    file = tmp_path / "thesis.json"
+    file.write_text('{"chapters": 5}')
+    for path, said in ((file, "not a machine description"), (tmp_path, "it is a folder")):
+        assert main.main(["doctor", "--calibrate", "--write", str(path)]) == 1
+        assert said in capsys.readouterr().err
+    assert file.read_text() == '{"chapters": 5}'

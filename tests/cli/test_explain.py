@@ -125,6 +125,7 @@ def test_files_that_are_neither(tmp_path, saved, capsys):
         ("notes.txt", "neither a Python script"),
         ("other.json", "not a saved step"),
         ("bad.step", "changed or damaged"),
+        (".", "is a folder"),
     ):
         assert explain(tmp_path / name) == 1
         assert message in capsys.readouterr().err
@@ -132,5 +133,12 @@ def test_files_that_are_neither(tmp_path, saved, capsys):
     assert "no machine description 'abacus'" in capsys.readouterr().err
     assert explain(path, "--steps", "0") == 1
     assert "--steps" in capsys.readouterr().err
-    assert explain(path, "--html", tmp_path / "absent" / "x.html") == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert explain(path, "--bind", "batch=8") == 1
+    assert "Try: without --bind" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_is_said_before_the_script_runs(script, capsys, tmp_path):
+    for file, why in ((tmp_path / "absent" / "x.html", "there is no folder"), (tmp_path, "it is a folder")):
+        assert explain(script, "--html", file) == 1
+        shown = capsys.readouterr()
+        assert f"cannot be written: {why}" in shown.err and "Try: " in shown.err and "step" not in shown.out

@@ -31,6 +31,21 @@ def test_an_unknown_command_is_refused(capsys):
     assert stop.value.code == 2 and "dance" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cache", "softmax"], "--show"),
+        (["explain", "train.py", "--epochs", "3"], "go after a --"),
+        (["--strange"], "COMMAND"),
+    ],
+)
+def test_arguments_that_a_command_does_not_know_show_how_to_use_it(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and arguments[-1] in err and said in err
+
+
 def _failing(error):
     def run(_args):
         raise error

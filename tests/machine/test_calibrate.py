@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from wholestep.errors import InputError
 from wholestep.machine import calibrate as calibration
-from wholestep.machine.calibrate import cache_end, cpu_cache_bytes, judge_cache
-from wholestep.machine.description import Description, from_json, shipped
+from wholestep.machine.calibrate import Stopwatch, cache_end, cpu_cache_bytes, judge_cache, judged
+from wholestep.machine.description import Description, find_description, from_json, shipped
+from wholestep.machine.neighbours import (
+    Neighbours,
+    gpu_in_use,
+    judge_gpu,
+    judge_load,
+    judge_waiting,
+    seconds_waited,
+)
 
 
 def test_the_last_cache_is_the_largest(tmp_path):
@@ -55,12 +64,55 @@ def test_descriptions_tell_how_much_cache_to_count_on():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"cache_share": 1.5}, "at most 1"), ({"cache_bytes": -1}, "no speed"), ({"read_bandwidth": "fast"}, "no speed")],
+    [
+        ({"cache_share": 1.5}, "at most 1"),
+        ({"cache_bytes": -1}, "no speed"),
+        ({"read_bandwidth": "fast"}, "no speed"),
+        ({"spread": "wide"}, "it is a share"),
+        ({"busy": 1}, "are text"),
+    ],
 )
 def test_bad_figures_are_refused(change, message):
     text = json.loads(Description("x", "cuda", 1e12).to_json()) | change
     with pytest.raises(InputError, match=message):
         from_json(json.dumps(text), "file")
+
+
+def test_repeats_that_disagree_are_noted():
+    times = iter([9.0, 1.0, 1.1, 1.0, 1.2, 1.0, 1.05, 8.0, 9.0, *[1.0] * 7])  # the first is no repeat, one counts less
+    spreads: dict[str, float] = {}
+    watch = Stopwatch(lambda run: next(times), spreads)
+    assert watch.median("copies", lambda: None) == 1.05
+    assert watch.median("copies", lambda: None) == 1.0
+    assert spreads["copies"] == pytest.approx(0.2 / 1.05)  # the worst of both
+    watch.again(2e9, 3e9)
+    found = judged(Description("x", "cpu", 1e9), spreads, "")
+    assert found.spread == 0.5 and found.busy == "repeats of copies at the start and at the end differ by 50%"
+    found = judged(Description("x", "cpu", 1e9), {"copies": 0.05}, "programs waited")
+    assert found.spread == 0.05 and found.busy == "programs waited" and from_json(found.to_json(), "it") == found
+    assert judged(Description("x", "cpu", 1e9), {"copies": 0.05}, "").busy == ""
+
+
+def test_who_else_is_at_work(tmp_path):
+    assert judge_waiting(1.0, 2.0) == "programs waited for a CPU 50% of the time" and judge_waiting(0.1, 2.0) == ""
+    assert judge_load(0.4, 2, 2) == "" and judge_load(20.0, 8, 64) == "" and judge_load(None, 2, 2) == ""
+    assert judge_load(1.5, 2, 2) == "the load was 1.5 before, and 2 of 2 cores are measured"
+    assert judge_gpu(None) == judge_gpu(0.0) == "" and "80%" in judge_gpu(0.8)
+    assert gpu_in_use(SimpleNamespace(cuda=SimpleNamespace(utilization=lambda device: 80)), "cuda:0") == 0.8
+    assert gpu_in_use(SimpleNamespace(cuda=SimpleNamespace()), "cuda:0") is None  # cannot be asked
+    file = tmp_path / "cpu"
+    file.write_text("some avg10=1.5 avg60=0.00 avg300=0.00 total=2500000\nfull avg10=0.00 total=7\n")
+    assert seconds_waited(str(file)) == 2.5 and seconds_waited(str(tmp_path / "absent")) is None
+    neighbours = Neighbours(torch, "cpu", str(file))
+    assert neighbours.at_work() == ""
+    file.write_text("some total=9000002500000\n")
+    assert neighbours.at_work().startswith("programs waited for a CPU")
+
+
+def test_the_variable_is_named_where_it_leads_nowhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("WHOLESTEP_MACHINE", str(tmp_path / "absent.json"))
+    with pytest.raises(InputError, match=r"WHOLESTEP_MACHINE=.*absent.json.*Try: unset WHOLESTEP_MACHINE"):
+        find_description("x")
 
 
 @pytest.mark.cuda

@@ -30,6 +30,7 @@ from ..machine.describe import memory_bytes
 from ..machine.description import find_description
 from ..transforms.regions import form_of
 from . import compare
+from .about import about
 from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
 from .crashes import BROKEN, collect, note_name, watched
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
@@ -295,7 +296,7 @@ class Choices:
         with torch.no_grad():
             seconds = self.time(lambda: run(*inputs))
         if self.store is not None:
-            self.store.put(key, Choice("aten:aten", seconds, [Timed("aten:aten", seconds)]))
+            self.store.put(key, Choice("aten:aten", seconds, [Timed("aten:aten", seconds)], about=about(region)))
         return seconds
 
     def offers(self, region: Region) -> tuple[list[Pair], dict[str, str]]:
@@ -464,7 +465,8 @@ class Choices:
         elif self.store is not None and not math.isnan(seconds):
             whole = contest.whole or not contest.left
             kept = (contest.timed, contest.guessed, whole, self.versions, contest.refused)
-            self.store.put(key, Choice(f"{provider.name}:{offer.name}", seconds, *kept))
+            told = about(contest.region)
+            self.store.put(key, Choice(f"{provider.name}:{offer.name}", seconds, *kept, about=told))
         return found
 
     def wait(self) -> None:
@@ -560,7 +562,7 @@ class Contest:
         guesses: dict[str, Pair] = {}
         quick = [pair for pair in self.offers if not pair[0].slow]
         for pair in quick if any(pair[0].name != "aten" for pair in quick) else self.offers:
-            guesses.setdefault(name_of(pair) if pair[0].at_once else pair[0].name, pair)
+            guesses.setdefault(name_of(pair) if pair[0].at_once(self.region) else pair[0].name, pair)
         own = [pair for name, pair in guesses.items() if name != "aten"]
         return list(guesses.values()) if measured or not own else own[:1]
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .providers import Offer, Provider
-from .store import Objects, acquire, digest, locked
+from .store import Objects, acquire, digest, locked, say_unwritable
 
 #: the kind of notes about ways that have ended a process
 BROKEN = "broken"
@@ -42,7 +42,10 @@ def note_name(provider: Provider, offer: Offer) -> str:
 
 @contextmanager
 def watched(folder: Path | None) -> Iterator[Callable[[str], None]]:
-    """While ways are tried on a CPU; gives what is to be called with the name of each way's note before it runs."""
+    """While ways are tried on a CPU; gives what is to be called with the name of each way's note before it runs.
+
+    folder: the objects' in the cache. Where it cannot be written, nothing is noted.
+    """
     if folder is None or faulthandler.is_enabled():
         yield lambda name: None
         return
@@ -50,7 +53,7 @@ def watched(folder: Path | None) -> Iterator[Callable[[str], None]]:
     handle = acquire(path, 0.0, fcntl.LOCK_EX)  # which tells others that this process is there
     try:
         if handle is None:
-            say_unnoted(path, "no file, or no lock on it")
+            say_unwritable(folder.parent, "no file, or no lock on it")
             yield lambda name: None
             return
         thread = threading.get_ident()
@@ -62,7 +65,7 @@ def watched(folder: Path | None) -> Iterator[Callable[[str], None]]:
                 os.pwrite(handle, f"{name} 0x{thread:016x}\n".encode(), 0)
             except OSError as error:  # the file names another way: nothing may be added to it any more
                 faulthandler.disable()
-                say_unnoted(path, error.strerror or str(error))
+                say_unwritable(folder.parent, error.strerror or str(error))
 
         try:
             yield tries
@@ -73,12 +76,6 @@ def watched(folder: Path | None) -> Iterator[Callable[[str], None]]:
             path.unlink(missing_ok=True)
         if handle is not None:
             os.close(handle)
-
-
-def say_unnoted(path: Path, why: str) -> None:
-    warnings.warn(
-        f"{path.parent} cannot be written ({why}): a kernel that ends this process is not noted", stacklevel=4
-    )
 
 
 def collect(folder: Path, objects: Objects) -> None:

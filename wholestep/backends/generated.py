@@ -75,7 +75,8 @@ def as_images_lie(operands: Sequence[Spec], shape: tuple[int, ...]) -> tuple[int
 
 
 def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
-    """The place of each iteration dimension when the largest operand is walked as it lies, the outermost first."""
+    """The place of each iteration dimension when the largest operand is walked as it lies, the outermost first.
+    Dimensions that it does not have stay where they are among the others."""
     arguments = kernel.regions[0].block.arguments
     largest, spec = None, None
     for argument, s in zip(arguments, operands, strict=False):
@@ -91,8 +92,8 @@ def memory_order(kernel: Op, operands: Sequence[Spec]) -> dict[int, int] | None:
     for number, dim in zip(load.operands[1:], load.attributes["dynamic"], strict=True):
         for d in dims[number]:  # an index that is computed moves along that dimension as well
             steps[d] = max(steps[d], spec.strides[dim])
-    ranked = sorted(range(len(steps)), key=lambda d: (-abs(steps[d]), d) if steps[d] else (0, d))
-    return {d: i for i, d in enumerate(ranked)}
+    walked = iter(sorted((d for d, step in enumerate(steps) if step), key=lambda d: (-abs(steps[d]), d)))
+    return {next(walked) if step else d: i for i, (d, step) in enumerate(enumerate(steps))}
 
 
 def each_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -1,8 +1,8 @@
 """Operator dialects: who can run a region. A provider says what it claims, what it expects that to cost, and builds it.
 
-`aten` runs anything, op by op; `cublas` has other algorithms for matrix products; `triton` and `cpp` generate kernels
-from the loop form; `inductor` hands the body to PyTorch's own compiler. A provider of a user's is a subclass of
-`Provider` that was given to `register_provider`.
+`aten` runs anything, op by op; `cublas` has other algorithms for matrix products, `cudnn` writes attention and
+convolutions in place; `triton` and `cpp` generate kernels from the loop form; `inductor` hands the body to PyTorch's
+own compiler. A provider of a user's is a subclass of `Provider` that was given to `register_provider`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from .convolutions import one_convolution
 from .cublas import library as cublas_library
 from .cublas import ways as cublas_ways
 from .cublas.matrices import one_product
+from .cudnn import library as cudnn_library
+from .cudnn import ways as cudnn_ways
 from .kernels import Spec
 
 #: what a built kernel is: it is called with the tensors of a region, its results and its scratch memory
@@ -102,8 +104,6 @@ class Provider(ABC):
     batching: ClassVar[str] = ""
     #: ops that it may run in ATen's place where they stand alone
     alone: ClassVar[tuple[str, ...]] = ()
-    #: whether its ways take no time to build, so that all of them are tried at once
-    at_once: ClassVar[bool] = False
     #: whether they take so long that it competes only where it is named, and where most can be gained
     slow: ClassVar[bool] = False
 
@@ -113,6 +113,10 @@ class Provider(ABC):
 
     def takes(self, op: Op) -> bool:
         """Whether an op is to be a region of its own for this provider, instead of being fused with its neighbours."""
+        return False
+
+    def at_once(self, region: Region) -> bool:
+        """Whether its ways take no time to build, so that all of them are tried at once."""
         return False
 
     @abstractmethod
@@ -312,7 +316,10 @@ class Cublas(Provider):
     """NVIDIA's matrix products, by any of the algorithms that the library proposes."""
 
     name, devices = "cublas", ("cuda",)
-    alone, at_once = ("step.contract",), True
+    alone = ("step.contract",)
+
+    def at_once(self, region: Region) -> bool:
+        return True
 
     @property
     def version(self) -> str:
@@ -331,6 +338,43 @@ class Cublas(Provider):
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
         return {o.key: o.made for o in offers}
+
+
+@register_provider
+class Cudnn(Provider):
+    """NVIDIA's attention and convolutions, with results where the plan wants them."""
+
+    name, devices = "cudnn", ("cuda",)
+    alone = cudnn_ways.OPS
+
+    def at_once(self, region: Region) -> bool:
+        return cudnn_ways.is_convolution(region)
+
+    @property
+    def version(self) -> str:
+        files = Path(cudnn_ways.__file__).parent.glob("*.py")
+        return f"{version_of(sorted(files))} {cudnn_library.version()}"
+
+    def claims(self, region: Region) -> str:
+        return cudnn_ways.why_not(region)
+
+    def offers(self, region: Region) -> list[Offer]:
+        found = []
+        for way in cudnn_ways.ways(region):
+            name = f"engine {way.engine.number}"
+            found.append(Offer(name, f"cudnn {region.key} {name}", way.scratch, way))
+        return found
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        found: dict[str, Launcher | Exception] = {}
+        for done, offer in enumerate(offers):
+            try:
+                found[offer.key] = offer.made.build()
+            except RuntimeError as error:  # the library says why it cannot
+                found[offer.key] = error
+            if report is not None:
+                report(done + 1, len(offers))
+        return found
 
 
 @register_provider
@@ -407,7 +451,10 @@ class Inductor(Provider):
         return found
 
     def compiled(self, region: Region) -> Launcher:
-        run = torch.compile(copying(op_by_op(region), len(region.operands)), dynamic=False, fullgraph=True)
+        rounds = any(op.attributes.get("rounds") for op in region.ops)  # Inductor leaves that out unless it is told
+        options: Any = {"emulate_precision_casts": True} if rounds else None
+        code = copying(op_by_op(region), len(region.operands))
+        run = torch.compile(code, dynamic=False, fullgraph=True, options=options)
         return torch.no_grad()(run)
 
 

@@ -2,7 +2,8 @@
 
 `Store` is one SQLite file, a row per machine and region; `Objects` is a folder of files that carry their own checksum.
 Neither stops a compile: what is damaged or locked counts as absent, what cannot be written is kept for this process,
-and one warning says so. Every operation opens the database anew, so nothing is shared with threads or forked processes.
+and one warning per process says so. Every operation opens the database anew, so nothing is shared with threads or
+forked processes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import json
 import math
 import os
 import re
+import shutil
 import sqlite3
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +43,8 @@ BYTES = 2_000_000_000
 #: seconds that a compile waits for another process
 PATIENCE = 5.0
 PATIENCE_FOR_BUILDS = 120.0
+#: what a user can do about a folder that takes nothing
+MAKE_ROOM = "Try: set WHOLESTEP_CACHE to a folder that can be written, or make room with `wholestep cache --clear`"
 
 T = TypeVar("T")
 
@@ -78,6 +83,8 @@ class Choice:
     #: what the code of each competitor was, and why some did not take part
     versions: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    #: the region in words, for people (`about.py`); "" in rows of before there were any
+    about: str = ""
 
     @property
     def aten(self) -> float:
@@ -93,6 +100,12 @@ class Row:
     key: str
     choice: Choice
 
+    @property
+    def texts(self) -> list[str]:
+        """All that it can be found by."""
+        choice = self.choice
+        return [choice.about, choice.winner, *(c.name for c in choice.candidates), self.key, self.machine]
+
 
 class Warner:
     """Warns once about each topic."""
@@ -106,8 +119,27 @@ class Warner:
             warnings.warn(text, stacklevel=3)
 
 
+@cache
+def warner_of(folder: Path | None) -> Warner:
+    """One for all who use a folder: a compile opens it many times."""
+    return Warner()
+
+
+def say_unwritable(folder: Path, why: str) -> None:
+    alone = "what is measured and compiled now is kept for this process alone"
+    warner_of(folder)("unwritable", f"{folder} cannot be written ({why}): {alone}. {MAKE_ROOM}")
+
+
 class Unavailable(InputError):
     """The database is locked by another process, or cannot be read or written."""
+
+
+class Unwritable(Unavailable):
+    """The folder takes nothing: the disk is full, or it may only be read."""
+
+    def __init__(self, folder: Path, why: str):
+        super().__init__(f"{folder} cannot be written ({why}). {MAKE_ROOM}")
+        self.folder, self.why = folder, why
 
 
 class OtherSchema(Exception):
@@ -124,7 +156,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
             return shared / "wholestep"
         return Path("~/.cache/wholestep").expanduser()
     except RuntimeError as error:  # this user has no home
-        raise InputError(f"there is no folder to keep timings in ({error}). Try: set WHOLESTEP_CACHE") from None
+        raise InputError(f"there is no cache folder ({error}). Try: set WHOLESTEP_CACHE to one") from None
 
 
 def why_unwritable(folder: Path) -> str:
@@ -135,6 +167,19 @@ def why_unwritable(folder: Path) -> str:
             return ""
     except OSError as error:
         return error.strerror or str(error)
+
+
+def usable_folder(folder: Path | None = None) -> Path | None:
+    """The cache folder, or another, where it can be written; None, with a warning, where it cannot."""
+    try:
+        found = cache_folder() if folder is None else folder
+    except InputError as error:
+        warner_of(None)("absent", f"what is measured and compiled now is kept for this process alone: {error}")
+        return None
+    if why := why_unwritable(found):
+        say_unwritable(found, why)
+        return None
+    return found
 
 
 def why_unsafe(folder: Path) -> str:
@@ -185,20 +230,10 @@ class Store:
         patience: float = PATIENCE,
     ):
         self.machine, self.limit, self.patience = machine, limit, patience
-        self.folder: Path | None = None  # stays None where everything is kept in memory
+        self.folder = usable_folder(folder)  # None where everything is kept in memory
         self._unwritten: dict[str, Choice] = {}  # what the file could not take
         self._stuck = False  # the last operation waited in vain: the next one does not wait
-        self._say = Warner()
-        try:
-            folder = cache_folder() if folder is None else folder
-            why = why_unwritable(folder)
-        except InputError as error:
-            why = str(error)
-        if why:
-            where = "there is no cache folder" if folder is None else f"{folder} cannot be written"
-            self._say("folder", f"{where} ({why}): timings and compiled objects are kept for this process alone")
-        else:
-            self.folder = folder
+        self._say = warner_of(self.folder)
         self.objects = Objects(self.folder, limit=object_bytes)
 
     def get(self, key: str) -> Choice | None:
@@ -208,7 +243,7 @@ class Store:
         try:
             found = self._run(lambda database: self._select(database, key))
         except Unavailable as error:
-            self._say("unavailable", f"{error}; regions are timed again")
+            self._complain(error, "regions are timed again")
             return None
         if found is None:
             return None
@@ -229,7 +264,13 @@ class Store:
             self._unwritten.pop(key, None)
         except Unavailable as error:
             self._unwritten[key] = choice
-            self._say("unavailable", f"{error}; what is measured now is kept for this process alone")
+            self._complain(error, "what is measured now is kept for this process alone")
+
+    def _complain(self, error: Unavailable, then: str) -> None:
+        if isinstance(error, Unwritable):
+            say_unwritable(error.folder, error.why)
+        else:
+            self._say("unavailable", f"{error}; {then}")
 
     def is_empty(self) -> bool:
         """Whether nothing is known of this machine; False where that cannot be told."""
@@ -259,17 +300,28 @@ class Store:
         """Removes every row, and files that were put aside. The number of rows; Unavailable where it is locked."""
         if self.folder is None:
             return 0
+        path, count = self.folder / DATABASE, 0
 
-        def delete(database: sqlite3.Connection) -> int:
+        def delete(database: sqlite3.Connection) -> None:
+            nonlocal count
+            count = int(database.execute("SELECT count(*) FROM choices").fetchone()[0])
             with database:
                 database.execute("BEGIN IMMEDIATE")
                 count = database.execute("DELETE FROM choices").rowcount
             database.execute("VACUUM")
-            return count
 
-        count = self._run(delete) if (self.folder / DATABASE).exists() else 0
-        for path in self.folder.glob(f"{DATABASE}.aside-*"):
-            path.unlink(missing_ok=True)
+        try:
+            if path.exists():
+                try:
+                    self._run(delete)
+                except Unwritable:  # deleting rows takes room, of which a full disk has none: the file goes as a whole
+                    with self._locked(fcntl.LOCK_EX, self.patience):
+                        for name in ("-journal", "-wal", "-shm", ""):
+                            Path(f"{path}{name}").unlink(missing_ok=True)
+            for aside in self.folder.glob(f"{DATABASE}.aside-*"):
+                aside.unlink(missing_ok=True)
+        except OSError as error:
+            raise Unwritable(self.folder, error.strerror or str(error)) from None
         return count
 
     # ---- statements --------------------------------------------------------------------------------------------------
@@ -341,11 +393,11 @@ class Store:
                 if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR) and not last:
                     kind, problem = "damaged", str(error)
                 elif code != sqlite3.SQLITE_ERROR and isinstance(error, sqlite3.OperationalError):
-                    raise Unavailable(f"{path} cannot be used: {error}") from None
+                    raise Unwritable(self.folder, str(error)) from None
                 else:
                     raise
             except OSError as error:
-                raise Unavailable(f"{path} cannot be used: {error.strerror or error}") from None
+                raise Unwritable(self.folder, error.strerror or str(error)) from None
             self._put_aside(path, inode, kind, problem, wait)
         raise Unavailable(f"{path} is replaced again and again by another version of Wholestep")
 
@@ -419,7 +471,7 @@ def to_json(choice: Choice) -> str:
     candidates = [[c.name, None if c.seconds == math.inf else c.seconds, c.why] for c in choice.candidates]
     guessed = None if choice.guessed == math.inf else choice.guessed
     content = {"winner": choice.winner, "seconds": choice.seconds, "candidates": candidates, "guessed": guessed}
-    content |= {"whole": choice.whole, "versions": choice.versions, "refused": choice.refused}
+    content |= {"whole": choice.whole, "versions": choice.versions, "refused": choice.refused, "about": choice.about}
     text = json.dumps(content)
     from_json(text.encode())
     return text
@@ -440,7 +492,8 @@ def from_json(text: Any) -> Choice:
             raise ValueError(f"{whole!r} is neither true nor false")
         texts = [{text_in(k): text_in(v) for k, v in given.get(n, {}).items()} for n in ("versions", "refused")]
         first = math.inf if guessed is None else number_in(guessed)
-        return Choice(winner, number_in(seconds), timed, first, whole, *texts)
+        about = text_in(given.get("about", ""))
+        return Choice(winner, number_in(seconds), timed, first, whole, texts[0], texts[1], about)
     except (
         AttributeError,
         TypeError,
@@ -482,7 +535,7 @@ class Objects:
 
     def __init__(self, folder: Path | None = None, *, limit: int = BYTES):
         self._folder, self.limit = folder, limit
-        self._say = Warner()
+        self._say = warner_of(folder)
         self._until_scan = 0  # bytes that may be written before sizes are looked at again
 
     @cached_property
@@ -492,16 +545,19 @@ class Objects:
             try:
                 root.mkdir(mode=0o700, exist_ok=True)
                 unsafe = why_unsafe(self._folder) or why_unsafe(root)
+                if not unsafe:
+                    return root
+                self._say("unsafe", f"{unsafe}: compiled objects are not kept there, and each process builds its own")
             except OSError as error:
-                unsafe = f"{root} cannot be used: {error.strerror or error}"
-            if not unsafe:
-                return root
-            self._say("folder", f"{unsafe}: compiled objects are not kept there, and each process builds its own")
-        return Path(self._temporary.name)
+                say_unwritable(self._folder, error.strerror or str(error))
+        return self._temporary
 
     @cached_property
-    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="wholestep-")  # mode 0700; goes with this object
+    def _temporary(self) -> Path:
+        """For its owner alone; goes with this object."""
+        made = tempfile.mkdtemp(prefix="wholestep-")
+        weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        return Path(made)
 
     def path(self, kind: str, digest: str) -> Path:
         """Where the object is or would be."""
@@ -538,15 +594,15 @@ class Objects:
 
     def write(self, kind: str, digest: str, data: bytes) -> Path:
         """Writes an object, whole or not at all. Where the folder cannot take it, it goes to a temporary one."""
+        path = self.path(kind, digest)
         try:
-            return self._write(self.path(kind, digest), data + seal_of(kind, digest, data))
+            return self._write(path, data + seal_of(kind, digest, data))
         except OSError as error:
-            if self._folder is None:
+            if path.is_relative_to(self._temporary):
                 raise
-            why = error.strerror or str(error)
-            self._say("full", f"{self.root} cannot be written ({why}): objects are kept for this process alone")
+            say_unwritable(path.parents[3], error.strerror or str(error))
             self._folder = None
-            del self.root
+            self.__dict__.pop("root", None)  # (another thread may have been quicker)
             return self.write(kind, digest, data)
 
     @contextmanager
@@ -594,7 +650,7 @@ class Objects:
 
     def _make_folders(self, path: Path) -> None:
         """The folders of an object, each for its owner alone."""
-        for folder in (self.root.parent, self.root, path.parent.parent, path.parent):
+        for folder in reversed(path.parents[:4]):  # the cache's, the objects', the kind's and the digest's
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _make_room(self, keep: Path) -> None:

@@ -24,7 +24,7 @@ OURS, EAGER = "wholestep", "eager"
 OWN: dict[str, dict[str, Any]] = {
     OURS: {},
     "aten": {"providers": ["aten"]},
-    "inductor": {"providers": ["aten", "cublas", "triton", "cpp", "inductor"]},
+    "inductor": {"providers": ["aten", "cublas", "cudnn", "triton", "cpp", "inductor"]},
     "max": {"tune": "max"},
 }
 #: eager training that keeps the inputs of its blocks and runs them again in backward

@@ -1,6 +1,7 @@
 """`wholestep cache`: what is kept of measured kernels on this machine; `--show` lists choices, `--clear` removes all.
 
-It reads the store that compiles write (`backends/store.py`). Nothing is made where there is nothing yet.
+Choices are found by what they are about: ops, shapes, layers, candidates, machine. It reads the store that compiles
+write (`backends/store.py`). Nothing is made where there is nothing yet.
 """
 
 from __future__ import annotations
@@ -10,9 +11,20 @@ import fnmatch
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from wholestep.backends.store import DATABASE, OBJECTS, Choice, Store, cache_folder, why_unwritable
+from wholestep.backends.store import (
+    DATABASE,
+    OBJECTS,
+    Choice,
+    Row,
+    Store,
+    Unavailable,
+    Unwritable,
+    cache_folder,
+    why_unwritable,
+)
 from wholestep.cli.console import Console
 from wholestep.cost.movement import size_text
 from wholestep.errors import InputError
@@ -22,14 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--show",
-        metavar="PATTERN",
-        help="list choices whose region or machine holds this text (* stands for anything), with all candidates",
+        nargs="*",
+        metavar="TEXT",
+        help="list choices that hold every TEXT in their ops, shapes, layers, candidates or machine (softmax, 8x128, "
+        "triton; * stands for anything), with all candidates; all choices without a TEXT",
     )
     what.add_argument("--clear", action="store_true", help="remove everything that is kept")
     what.add_argument("--path", action="store_true", help="print the folder")
+    parser.add_argument("--winner", metavar="TEXT", help="with --show: only choices whose winner holds this text")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.winner is not None and args.show is None:
+        raise InputError("--winner narrows what --show lists. Try: wholestep cache --show --winner " + args.winner)
     folder = cache_folder()
     if args.path:
         print(folder)
@@ -38,14 +55,19 @@ def run(args: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         store = open_store(folder)
-        if store is None:
-            console.line(f"{folder}: nothing is kept yet")
-        elif args.clear:
-            clear(store, folder, console)
-        elif args.show is not None:
-            show(store, args.show, console)
-        else:
-            summarise(store, folder, console)
+        try:
+            if store is None:
+                console.line(f"{folder}: nothing is kept yet; the first ws.compile that measures kernels fills it")
+            elif args.clear:
+                clear(store, folder, console)
+            elif args.show is not None:
+                show(store, args.show, args.winner, console)
+            else:
+                summarise(store, folder, console)
+        except Unwritable:
+            raise
+        except Unavailable as error:
+            raise InputError(f"{error}. Try: again when no other process compiles") from None
     for warning in said:
         print(warning.message, file=sys.stderr)
     return 0
@@ -53,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 def open_store(folder: Path) -> Store | None:
     """The store in a folder, or None if nothing was ever kept there."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, so nothing can be kept there. Try: set WHOLESTEP_CACHE to a folder")
     if not (folder / DATABASE).exists() and not (folder / OBJECTS).exists():
         return None
     if why := why_unwritable(folder):
-        raise InputError(f"{folder} cannot be written ({why}), so nothing is kept there. Try: set WHOLESTEP_CACHE")
+        raise Unwritable(folder, why)
     return Store("", folder)
 
 
@@ -75,20 +99,35 @@ def summarise(store: Store, folder: Path, console: Console) -> None:
         console.table(("kind", "objects", "size"), table)
 
 
-def show(store: Store, pattern: str, console: Console) -> None:
+def show(store: Store, patterns: Sequence[str], winner: str | None, console: Console) -> None:
     rows = store.rows()
-    found = [row for row in rows if matches(row.key, pattern) or matches(row.machine, pattern)]
+    found = [
+        row
+        for row in rows
+        if all(is_found(row, p) for p in patterns) and (winner is None or matches(row.choice.winner, winner))
+    ]
     for row in found:
-        console.heading(row.key)
+        console.line()
+        for text in (row.choice.about, row.key):
+            if text:
+                console.line(text)
         console.line(row.machine)
         console.table(("candidate", "", "time"), candidate_rows(row.choice), left=2)
     console.line(f"{len(found)} of {counted(len(rows), 'measured choice')}")
+    if rows and not found:
+        plain = sum(not row.choice.about for row in rows)
+        without = f" ({plain} without words for their ops: an older version measured them)" if plain else ""
+        console.line(f"Try: one TEXT alone, or `wholestep cache --show` for all that is kept{without}")
+
+
+def is_found(row: Row, pattern: str) -> bool:
+    return any(matches(text, pattern) for text in row.texts)
 
 
 def clear(store: Store, folder: Path, console: Console) -> None:
     before = database_bytes(folder)
-    choices = store.clear()
     objects, size = store.objects.clear()
+    choices = store.clear()
     size += before - database_bytes(folder)
     console.line(
         f"{folder}: removed {counted(choices, 'measured choice')} and {counted(objects, 'object')}, {size_text(size)}"
@@ -106,6 +145,8 @@ def candidate_rows(choice: Choice) -> list[tuple[str, str, str]]:
 
 
 def matches(text: str, pattern: str) -> bool:
+    """Whether a text holds a pattern, whatever letters are large or small."""
+    text, pattern = text.lower(), pattern.lower()
     return pattern in text or fnmatch.fnmatchcase(text, f"*{pattern}*")
 
 

@@ -1,12 +1,14 @@
 """`wholestep doctor`: what this machine can do, the verdict on AMX, what is missing and what one loses by it.
 
 `--calibrate` measures how fast it is and `--write FILE` keeps that as a description that reports can price a step with.
+Figures of a busy machine are said to be so, and do not replace better ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from wholestep.cli.console import Console
 from wholestep.errors import InputError
 from wholestep.machine.describe import Machine, describe
-from wholestep.machine.description import VARIABLE, Description
+from wholestep.machine.description import STEADY, VARIABLE, Description, load_description
 
 TORCH_SERIES = ((2, 11), (2, 13))  # first and last that Wholestep is tested with
 
@@ -23,13 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     parser.add_argument("--calibrate", action="store_true", help="measure its speed, in under a minute")
     parser.add_argument("--write", metavar="FILE", help="with --calibrate: write the machine's description")
+    parser.add_argument("--force", action="store_true", help="with --write: replace what is in FILE, whatever it is")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.write and not args.calibrate:
-        raise InputError("--write keeps what --calibrate measures; give both")
+    if args.write is not None and not args.calibrate:
+        raise InputError("--write keeps what --calibrate measures. Try: wholestep doctor --calibrate --write FILE")
+    if args.force and args.write is None:
+        raise InputError("--force is about the FILE of --write. Try: wholestep doctor --calibrate --write FILE --force")
     if args.calibrate:
-        return run_calibration(args.json, args.write)
+        return run_calibration(args.json, args.write, args.force)
     machine = describe()
     if args.json:
         print(json.dumps(facts(machine), indent=2))
@@ -38,31 +43,67 @@ def run(args: argparse.Namespace) -> int:
     return 0 if machine.torch and machine.amx.safe else 1
 
 
-def run_calibration(as_json: bool, file: str | None) -> int:
+def run_calibration(as_json: bool, file: str | None, force: bool = False) -> int:
     """Measures the first CUDA device where there is one, else the CPU."""
+    before = None if file is None else description_in(Path(file), force)  # first: measuring takes up to a minute
     machine = describe()
     if machine.torch is None:
-        raise InputError(f"nothing can be measured without torch: {machine.torch_problem}")
+        raise InputError(f"nothing can be measured without torch: {machine.torch_problem}. Try: pip install torch")
     from wholestep.machine.calibrate import calibrate
 
     found = calibrate("cuda:0" if machine.cuda else "cpu")
-    if file:
-        try:
-            Path(file).write_text(found.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{file} cannot be written: {error.strerror or error}") from None
     if as_json:
         print(found.to_json(), end="")
+    else:
+        show_speed(found, Console())
+    if found.busy:
+        print(f"this machine was busy and looks slower than it is: {found.busy}. Try: again when idle", file=sys.stderr)
+    if file is None:
         return 0
-    console = Console()
-    show_speed(found, console)
-    if file:
-        console.line(f"written to {file}; set {VARIABLE}={file} and reports price a step on this machine")
+    why = "" if before is None or force else why_kept(before, found)
+    if why:
+        print(f"{file} is kept as it was: {why}. Try: again when idle, or --force to replace it", file=sys.stderr)
+        return 1
+    try:
+        Path(file).write_text(found.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror or error}. Try: another FILE") from None
+    if not as_json:
+        print(f"written to {file}; set {VARIABLE}={file} and reports price a step on this machine")
     return 0
 
 
+def description_in(file: Path, force: bool) -> Description | None:
+    """What a file describes that is to be written; None where there is none yet, or it does not matter."""
+    if file.is_dir() or not file.parent.is_dir():
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise InputError(f"{file} cannot be written: {why}. Try: another FILE")
+    if force or not file.is_file() or not file.stat().st_size:
+        return None
+    try:
+        return load_description(file.absolute())
+    except InputError as error:
+        raise InputError(f"{error}\nIt is left alone. Try: another FILE, or --force to replace it") from None
+
+
+def why_kept(before: Description, found: Description) -> str:
+    """Why a description is better than a new one; "" where it is not."""
+    old, new = titled(before), titled(found)
+    if old != new:
+        return f"it describes {old}, and this is {new}"
+    if found.busy and not (before.busy and (found.spread or 0) < (before.spread or 0)):
+        repeats = "" if before.spread is None else f", when repeats differed by {before.spread:.0%} at most"
+        return f"it was measured on a {'busy' if before.busy else 'quiet'} machine{repeats}"
+    what, share = found.behind(before)
+    return f"its {what} are {share:.0%} faster" if share > STEADY else ""
+
+
+def titled(machine: Description) -> str:
+    return machine.name + (f", {machine.cores} thread{'' if machine.cores == 1 else 's'}" if machine.cores else "")
+
+
 def show_speed(found: Description, console: Console) -> None:
-    console.heading(f"{found.name}" + (f", {found.cores} threads" if found.cores else ""))
+    console.heading(titled(found))
     rows = [("copy, read plus written", f"{found.bandwidth / 1e9:.1f} GB/s")]
     for what, speed in (("reading alone", found.read_bandwidth), ("writing alone", found.write_bandwidth)):
         if speed is not None:

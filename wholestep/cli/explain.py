@@ -43,7 +43,14 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise InputError(f"--steps must be a positive number, not {args.steps}")
     if not path.is_file():
-        raise InputError(f"{path} is not there: give a Python script, a file that step.save wrote, or an ONNX model")
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise InputError(f"{path} {what}: give a Python script, a file that step.save wrote, or an ONNX model")
+    if args.bind and path.suffix != ".onnx":
+        raise InputError(f"--bind gives sizes to an ONNX model, and {path} is none. Try: without --bind")
+    for file in filter(None, (args.json, args.html)):  # first: a script may take long
+        if Path(file).is_dir() or not Path(file).parent.is_dir():
+            why = "it is a folder" if Path(file).is_dir() else f"there is no folder {Path(file).parent}"
+            raise InputError(f"{file} cannot be written: {why}. Try: another FILE")
     machine = load_description(args.machine) if args.machine else None
     if path.suffix in (".py", ".pyw"):
         text, as_json, as_html = explain_script(path, args.rest, args.steps, machine)
@@ -52,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     elif looks_saved(path):
         text, as_json, as_html = explain_saved(path, machine)
     else:
-        raise InputError(f"{path} is neither a Python script (.py) nor an ONNX model (.onnx) nor a saved step")
+        raise InputError(
+            f"{path} is neither a Python script (.py) nor an ONNX model (.onnx) nor a saved step.\n"
+            "Try: a file with one of these endings, or one that step.save wrote"
+        )
     print(text)
     for file, content in ((args.json, as_json), (args.html, as_html)):
         if file:
@@ -64,13 +74,16 @@ def write(file: str, content: str) -> None:
     try:
         Path(file).write_text(content, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror or error}") from None
+        raise InputError(f"{file} cannot be written: {error.strerror or error}. Try: another FILE") from None
     print(f"written: {file}", file=sys.stderr)
 
 
 def looks_saved(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(64).lstrip().startswith(b"{")
+    try:
+        with open(path, "rb") as file:
+            return file.read(64).lstrip().startswith(b"{")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}. Try: another FILE") from None
 
 
 # ---- a saved step ----------------------------------------------------------------------------------------------------
@@ -168,8 +181,8 @@ def first_step(path: Path, arguments: Sequence[str], steps: int) -> Any:
             print(f"{path} stopped with {type(error).__name__}: {error}", file=sys.stderr)
     if not seen or not seen[0]._variants:
         raise InputError(
-            f"{path} ended without compiling a step: explain looks for a call of ws.compile (or ws.load) in a script; "
-            "what a script needs is given after --"
+            f"{path} ended without compiling a step: explain looks for a call of ws.compile (or ws.load) in a script.\n"
+            f"Try: a script that trains; what it takes is given after --: wholestep explain {path} -- ARGUMENTS"
         )
     return seen[0]
 

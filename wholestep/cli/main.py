@@ -30,10 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["explain"] and "--" in arguments:  # what follows belongs to the script that is explained
         split = arguments.index("--")
         arguments, rest = arguments[:split], arguments[split + 1 :]
-    args = _parser(arguments).parse_args(arguments)
+    parser, commands = _parser(arguments)
+    args, strange = parser.parse_known_args(arguments)
+    if strange:
+        hint = " (those of the script go after a --)" if args.command == "explain" else ""
+        commands.get(args.command, parser).error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     args.rest = rest
     if args.command is None:
-        _parser([]).print_help()
+        parser.print_help()
         return 2
     try:
         return import_module(f"wholestep.cli.{args.command}").run(args)
@@ -51,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command that was named; the other commands are known by name and help line alone."""
+def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of commands: all but the one that was named are known by name and help line alone."""
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="wholestep", description="Compiles a whole PyTorch training step into one static program."
@@ -65,7 +69,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         command.add_argument("--traceback", action="store_true", help="show where in Wholestep an error came from")
         if name == chosen:
             import_module(f"wholestep.cli.{name}").add_arguments(command)
-    return parser
+    return parser, commands.choices
 
 
 def _version() -> str:

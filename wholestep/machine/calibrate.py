@@ -1,7 +1,7 @@
 """Measures a machine for its description: memory, matrix products, the cost of a call, links to the host, the cache.
 
 Every figure is a median. The CPU takes under 20 seconds by the clock, a CUDA device under 60 by its own events. It uses
-as many threads as torch is set to.
+as many threads as torch is set to. A description says by how much repeats differed, and whether others were at work.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wholestep.machine.cpu import cpu_field, protect
-from wholestep.machine.description import Description
+from wholestep.machine.description import STEADY, Description
+from wholestep.machine.neighbours import Neighbours
 
 REPEATS = 7
 CALLS = 2000
@@ -34,13 +36,24 @@ def calibrate(device: str = "cpu") -> Description:
     protect()  # before torch, which may wake oneDNN
     import torch
 
+    neighbours = Neighbours(torch, device)
+    spreads: dict[str, float] = {}
     if not device.startswith("cuda"):
-        return calibrate_cpu(torch)
-    with torch.cuda.device(device):
-        return calibrate_cuda(torch)
+        found = calibrate_cpu(torch, Stopwatch(cpu_clock, spreads))
+    else:
+        with torch.cuda.device(device):
+            found = calibrate_cuda(torch, Stopwatch(cuda_clock(torch), spreads))
+    return judged(found, spreads, neighbours.at_work())
 
 
-def calibrate_cpu(torch: Any) -> Description:
+def judged(found: Description, spreads: dict[str, float], others: str) -> Description:
+    """A description that says whether it is to be trusted."""
+    worst = max(spreads, key=lambda what: spreads[what])
+    busy = [f"repeats of {worst} differ by {spreads[worst]:.0%}"] if spreads[worst] > STEADY else []
+    return replace(found, spread=spreads[worst], busy="; ".join([*busy, *filter(None, [others])]))
+
+
+def calibrate_cpu(torch: Any, watch: Stopwatch) -> Description:
     size, where = 1 << 27, f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     cache = cpu_cache_bytes()
     sources = {
@@ -51,25 +64,26 @@ def calibrate_cpu(torch: Any) -> Description:
     }
     if cache is None:
         del sources["cache_bytes"]
-    return Description(
+    found = Description(
         name=cpu_field("model name") or "unknown CPU",
         kind="cpu",
-        bandwidth=copy_bandwidth(torch, "cpu", cpu_clock, size),
-        gemm={e: gemm_rate(torch, "cpu", cpu_clock, getattr(torch, t), 128, 2048) for e, t in ELEMENTS.items()},
-        launch_seconds=launch_cost(torch, "cpu"),
+        bandwidth=copy_bandwidth(torch, "cpu", watch, size),
+        gemm={e: gemm_rate(torch, "cpu", watch, e, getattr(torch, t), 128, 2048) for e, t in ELEMENTS.items()},
+        launch_seconds=launch_cost(torch, "cpu", watch),
         cache_bytes=cache,
         cores=torch.get_num_threads(),
         sources=sources,
     )
+    watch.again(found.bandwidth, copy_bandwidth(torch, "cpu", watch, size))
+    return found
 
 
-def calibrate_cuda(torch: Any) -> Description:
+def calibrate_cuda(torch: Any, watch: Stopwatch) -> Description:
     """The current CUDA device."""
     size, where = 1 << 30, f"torch {torch.__version__}, CUDA events"
-    clock = cuda_clock(torch)
     wake_up(torch)
     told = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    share, cache_rate, why = cache_speed(torch, clock, told)
+    share, cache_rate, why = cache_speed(torch, watch, told)
     reads = f"median of {REPEATS} replays of a graph of sums over one buffer, for buffers of many sizes; {where}"
     sources = {
         "bandwidth": f"median of {REPEATS} copies of {size >> 20} MiB, bytes read plus written; {where}",
@@ -85,22 +99,24 @@ def calibrate_cuda(torch: Any) -> Description:
         "cache_share": why or f"where a read costs half-way between cache and memory; {reads}",
         "cache_bandwidth": why if cache_rate is None else f"from a quarter of the cache to half of it; {reads}",
     }
-    return Description(
+    found = Description(
         name=torch.cuda.get_device_name(),
         kind="cuda",
-        bandwidth=copy_bandwidth(torch, "cuda", clock, size),
-        gemm=cuda_gemm_rates(torch, clock),
-        launch_seconds=launch_cost(torch, "cuda"),
-        graph_launch_seconds=graph_launch_cost(torch, clock),
+        bandwidth=copy_bandwidth(torch, "cuda", watch, size),
+        gemm=cuda_gemm_rates(torch, watch),
+        launch_seconds=launch_cost(torch, "cuda", Stopwatch(cpu_clock, watch.spreads)),
+        graph_launch_seconds=graph_launch_cost(torch, watch),
         overlapped=True,
-        links=link_speeds(torch, clock),
-        read_bandwidth=read_bandwidth(torch, clock, size),
-        write_bandwidth=write_bandwidth(torch, clock, size),
+        links=link_speeds(torch, watch),
+        read_bandwidth=read_bandwidth(torch, watch, size),
+        write_bandwidth=write_bandwidth(torch, watch, size),
         cache_bytes=told,
         cache_share=share,
         cache_bandwidth=cache_rate,
         sources=sources,
     )
+    watch.again(found.bandwidth, copy_bandwidth(torch, "cuda", watch, size))
+    return found
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
@@ -128,10 +144,26 @@ def cuda_clock(torch: Any) -> Clock:
     return measure
 
 
-def median(clock: Clock, run: Callable[[], Any]) -> float:
-    """The median time of several runs; the first does not count."""
-    clock(run)
-    return statistics.median(clock(run) for _ in range(REPEATS))
+class Stopwatch:
+    """A clock that is asked several times, and notes by how much its answers differ."""
+
+    def __init__(self, clock: Clock, spreads: dict[str, float]):
+        self.clock, self.spreads = clock, spreads
+
+    def median(self, what: str, run: Callable[[], Any]) -> float:
+        """The median time of several runs; the first does not count."""
+        self.clock(run)
+        times = sorted(self.clock(run) for _ in range(REPEATS))
+        middle = statistics.median(times)
+        self.note(what, (times[-2] - times[0]) / middle)  # not the last: one interruption does no harm to a median
+        return middle
+
+    def again(self, first: float, last: float) -> None:
+        """Notes what the same measurement gave at the start and at the end."""
+        self.note("copies at the start and at the end", abs(first - last) / min(first, last))
+
+    def note(self, what: str, spread: float) -> None:
+        self.spreads[what] = max(spread, self.spreads.get(what, 0.0))
 
 
 def wake_up(torch: Any, seconds: float = 0.5) -> None:
@@ -147,23 +179,23 @@ def wake_up(torch: Any, seconds: float = 0.5) -> None:
 # ---- memory and products ---------------------------------------------------------------------------------------------
 
 
-def copy_bandwidth(torch: Any, device: str, clock: Clock, size: int) -> float:
+def copy_bandwidth(torch: Any, device: str, watch: Stopwatch, size: int) -> float:
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return 2 * size / median(clock, lambda: target.copy_(source))
+    return 2 * size / watch.median("copies", lambda: target.copy_(source))
 
 
-def read_bandwidth(torch: Any, clock: Clock, size: int) -> float:
+def read_bandwidth(torch: Any, watch: Stopwatch, size: int) -> float:
     source, out = torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
-    return size / median(clock, lambda: torch.sum(source, dim=0, out=out))
+    return size / watch.median("reads", lambda: torch.sum(source, dim=0, out=out))
 
 
-def write_bandwidth(torch: Any, clock: Clock, size: int) -> float:
+def write_bandwidth(torch: Any, watch: Stopwatch, size: int) -> float:
     target = torch.empty(size // 4, device="cuda")
-    return size / median(clock, lambda: target.fill_(1.0))
+    return size / watch.median("writes", lambda: target.fill_(1.0))
 
 
-def gemm_rate(torch: Any, device: str, clock: Clock, dtype: Any, smallest: int, largest: int) -> float:
+def gemm_rate(torch: Any, device: str, watch: Stopwatch, name: str, dtype: Any, smallest: int, largest: int) -> float:
     """Flops per second of a product that is large enough. Of random numbers: zeros and ones take less power."""
     n = smallest
     while True:
@@ -171,12 +203,12 @@ def gemm_rate(torch: Any, device: str, clock: Clock, dtype: Any, smallest: int, 
         out = torch.empty_like(a)
         run = lambda a=a, out=out: torch.mm(a, a, out=out)  # noqa: E731
         # the shortest of three: one that was interrupted says nothing about the size
-        if n == largest or min(clock(run) for _ in range(3)) > LONG_ENOUGH:
-            return 2 * n**3 / median(clock, run)
+        if n == largest or min(watch.clock(run) for _ in range(3)) > LONG_ENOUGH:
+            return 2 * n**3 / watch.median(f"{name} products", run)
         n *= 2
 
 
-def cuda_gemm_rates(torch: Any, clock: Clock) -> dict[str, float]:
+def cuda_gemm_rates(torch: Any, watch: Stopwatch) -> dict[str, float]:
     """By element type; float32 in full precision and, as tf32, in the precision torch calls high."""
     before = torch.get_float32_matmul_precision()
     rates: dict[str, float] = {}
@@ -189,7 +221,7 @@ def cuda_gemm_rates(torch: Any, clock: Clock) -> dict[str, float]:
             ("f16", torch.float16, "highest"),
         ):
             torch.set_float32_matmul_precision(precision)
-            rates[name] = gemm_rate(torch, "cuda", clock, dtype, 2048, 16384)
+            rates[name] = gemm_rate(torch, "cuda", watch, name, dtype, 2048, 16384)
     finally:
         torch.set_float32_matmul_precision(before)
     return rates
@@ -198,7 +230,7 @@ def cuda_gemm_rates(torch: Any, clock: Clock) -> dict[str, float]:
 # ---- calls and links -------------------------------------------------------------------------------------------------
 
 
-def launch_cost(torch: Any, device: str) -> float:
+def launch_cost(torch: Any, device: str, watch: Stopwatch) -> float:
     """Seconds per call of a small kernel, called again and again; on CUDA what the host and the queue take together."""
     x = torch.ones(16, device=device)
     out = torch.empty_like(x)
@@ -209,15 +241,15 @@ def launch_cost(torch: Any, device: str) -> float:
             torch.add(x, x, out=out)
         wait()
 
-    return median(cpu_clock, run) / CALLS
+    return watch.median("calls", run) / CALLS
 
 
-def graph_launch_cost(torch: Any, clock: Clock) -> float:
+def graph_launch_cost(torch: Any, watch: Stopwatch) -> float:
     """Seconds per small kernel of a CUDA graph, one after the other."""
     x = torch.ones(16, device="cuda")
     out = torch.empty_like(x)
     graph = captured(torch, lambda: torch.add(x, x, out=out), CALLS)
-    return median(clock, graph.replay) / CALLS
+    return watch.median("calls of a graph", graph.replay) / CALLS
 
 
 def captured(torch: Any, run: Callable[[], Any], times: int) -> Any:
@@ -234,13 +266,13 @@ def captured(torch: Any, run: Callable[[], Any], times: int) -> Any:
     return graph
 
 
-def link_speeds(torch: Any, clock: Clock) -> dict[str, float]:
+def link_speeds(torch: Any, watch: Stopwatch) -> dict[str, float]:
     size = 1 << 28
     host = torch.ones(size, dtype=torch.uint8).pin_memory()
     there = torch.empty(size, dtype=torch.uint8, device="cuda")
     return {
-        "host_to_device": size / median(clock, lambda: there.copy_(host, non_blocking=True)),
-        "device_to_host": size / median(clock, lambda: host.copy_(there, non_blocking=True)),
+        "host_to_device": size / watch.median("copies from the host", lambda: there.copy_(host, non_blocking=True)),
+        "device_to_host": size / watch.median("copies to the host", lambda: host.copy_(there, non_blocking=True)),
     }
 
 
@@ -258,13 +290,13 @@ def cpu_cache_bytes(path: str = CPU_CACHES) -> int | None:
     return max(found, default=None)
 
 
-def cache_speed(torch: Any, clock: Clock, told: int) -> tuple[float | None, float | None, str]:
+def cache_speed(torch: Any, watch: Stopwatch, told: int) -> tuple[float | None, float | None, str]:
     """The share of the cache that holds data, bytes read from it per second, and what is wrong where one is missing.
 
     A buffer is read over and over by the kernels of one graph. While it fits, reads come from the cache.
     """
     sizes = [int(part * told) // 4096 * 4096 for part in CACHE_SIZES]
-    return judge_cache(sizes, [seconds_per_read(torch, clock, size) for size in sizes], told)
+    return judge_cache(sizes, [seconds_per_read(torch, watch, size) for size in sizes], told)
 
 
 def judge_cache(sizes: Sequence[int], seconds: Sequence[float], told: int) -> tuple[float | None, float | None, str]:
@@ -280,10 +312,11 @@ def judge_cache(sizes: Sequence[int], seconds: Sequence[float], told: int) -> tu
     return min(1.0, end / told), 1 / rate, ""
 
 
-def seconds_per_read(torch: Any, clock: Clock, size: int) -> float:
+def seconds_per_read(torch: Any, watch: Stopwatch, size: int) -> float:
     source, out = torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
     times = min(64, max(8, (1 << 31) // size))
-    return median(clock, captured(torch, lambda: torch.sum(source, dim=0, out=out), times).replay) / times
+    graph = captured(torch, lambda: torch.sum(source, dim=0, out=out), times)
+    return watch.median("reads from the cache", graph.replay) / times
 
 
 def cache_end(sizes: Sequence[float], costs: Sequence[float]) -> float | None:

@@ -17,6 +17,8 @@ from wholestep.errors import InputError
 
 VARIABLE = "WHOLESTEP_MACHINE"
 FORMAT = "wholestep machine"
+#: measurements that differ by more than this share are those of a busy machine
+STEADY = 0.25
 #: figures that a description may leave out
 OPTIONAL = (
     "launch_seconds",
@@ -60,11 +62,24 @@ class Description:
     #: of a CPU: the cores that were used
     cores: int | None = None
     sources: dict[str, str] = field(default_factory=dict)
+    #: by which share of their median the repeats of a measurement differed, at most; None where nobody noted it
+    spread: float | None = None
+    #: what disturbed the measurements, in words; "" where nothing did
+    busy: str = ""
 
     @property
     def effective_cache(self) -> int | None:
         """Bytes of the cache to count on; all of it where its share was not measured."""
         return None if self.cache_bytes is None else int(self.cache_bytes * (self.cache_share or 1.0))
+
+    def behind(self, other: Description) -> tuple[str, float]:
+        """The figure that is worst beside another description, and by which share the other is faster."""
+        found = {"copies": other.bandwidth / self.bandwidth}
+        found |= {f"{e} products": other.gemm[e] / rate for e, rate in self.gemm.items() if e in other.gemm}
+        if self.launch_seconds is not None and other.launch_seconds is not None:
+            found["calls"] = self.launch_seconds / other.launch_seconds
+        worst = max(found, key=lambda what: found[what])
+        return worst, found[worst] - 1
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
@@ -90,9 +105,12 @@ def from_json(text: str, where: str) -> Description:
             raise InputError(f"{where}: {number!r} is no speed; every figure is a positive number")
     if (given.get("cache_share") or 0) > 1:
         raise InputError(f"{where}: cache_share is {given['cache_share']}; a share is at most 1")
-    texts = [given["name"], given["kind"], *entries(given, "sources", where)]
+    spread = given.get("spread")
+    if spread is not None and (isinstance(spread, bool) or not isinstance(spread, int | float) or not spread >= 0):
+        raise InputError(f"{where}: spread is {spread!r}; it is a share, such as 0.1")
+    texts = [given["name"], given["kind"], given.get("busy", ""), *entries(given, "sources", where)]
     if not all(isinstance(t, str) for t in texts) or given["kind"] not in ("cpu", "cuda"):
-        raise InputError(f'{where}: name and sources are text, kind is "cpu" or "cuda"')
+        raise InputError(f'{where}: name, sources and busy are text, kind is "cpu" or "cuda"')
     return Description(**given)
 
 
@@ -129,7 +147,10 @@ def find_description(name: str, cores: int | None = None) -> Description | None:
     """The description of this machine: the one WHOLESTEP_MACHINE names, else a shipped one with its name and cores."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return load_description(chosen)
+        try:
+            return load_description(chosen)
+        except InputError as error:
+            raise InputError(f"{VARIABLE}={chosen}: {error}. Try: unset {VARIABLE}") from None
     for _, description in shipped():
         if description.name == name and description.cores in (None, cores):
             return description

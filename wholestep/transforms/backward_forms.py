@@ -48,7 +48,12 @@ class GradientAsConvolution(Transformation):
         turned = b.flip(b.transpose(op.w, order=(1, 0, *range(2, rank))), dims=tuple(range(2, rank)))
         turned = b.layout(turned, order=channels_last(rank))
         reach = [d * (n - 1) - p for d, n, p in zip(op.dilation, taps(op), op.padding, strict=True)]
-        dx = b.conv(op.dy, turned, stride=op.stride, padding=tuple(reach), dilation=op.dilation)
+        window = {
+            "stride": op.stride,
+            "dilation": op.dilation,
+            "output_padding": op.output_padding,
+        }  # as forward has it
+        dx = b.conv(op.dy, turned, padding=tuple(reach), **window)
         op.result.replace_by(dx)
         op.erase()
 

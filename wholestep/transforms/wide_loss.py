@@ -1,8 +1,9 @@
 """`wide_loss`: a loss reads the rows of a filled product whole, so that one kernel makes it and its gradient.
 
 `pad` cuts the zeros off behind a product and fills the gradient up again before the next: rows of two lengths, which
-are two kernels and two reads of the logits. Here the lowest number is added to classes that nobody has, whose
-probability is 0 then, and so is their gradient: cut and fill go.
+are two kernels and two reads of the logits. Here classes that nobody has get the lowest number, so that their
+probability is 0, and their gradient too: cut and fill go. Which these are is told by their numbers; a vector of what to
+add would be read for every row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..dialects.step.losses import CrossEntropy, CrossEntropyGrad
 from ..dialects.step.pointwise import Cast
 from ..dialects.step.shape import Pad, Reshape, Slice
 from ..ir.core import Op, Value
+from ..ir.types import I32, TensorType
 from .opportunity import Change, Place, Transformation, register_transformation
 
 #: what may lie between a product and its loss
@@ -42,9 +44,10 @@ class WideLoss(Transformation):
         (product,), count = cut.operands, op.x.type.shape[1]
         missing = product.type.shape[-1] - count
         x = replayed(b, product, path(op.x, cut))
-        zeros = b.full(0.0, (count,), op.x.type.element)
-        lowest = torch.finfo(torch_dtype(op.x.type.element)).min
-        x = b.add(x, b.pad(zeros, low=(0,), high=(missing,), value=lowest))
+        numbers = b.iota(start=0, stride=1, type=TensorType((count + missing,), I32))
+        limits = b.full(count, (x.type.shape[0], 1), I32)  # (of every row, so that each compares for itself)
+        mine = b.lt(b.reshape(numbers, shape=(1, count + missing)), limits)
+        x = b.select(mine, x, torch.finfo(torch_dtype(op.x.type.element)).min)
         for old, new in zip(op.results, b.cross_entropy(x, op.target, **options(op)), strict=True):
             old.replace_by(new)
         at = StepBuilder(op.parent, gradient, gradient.loc, gradient.phase)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def script(folder: Path, text: str, name: str = "g++") -> Path:
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return path
+
+
+def test_a_user_without_a_home_builds_for_this_process(monkeypatch):
+    for name in ("WHOLESTEP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # (by which pathlib finds that there is none)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        objects = compiling.kept()
+    assert objects.write("so", "0" * 64, b"x").is_file()
 
 
 # ---- no compiler, and bad ones ---------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ def unpooled(b, dy, taps, x):
 
 
 CHANNELS_LAST = (0, 2, 3, 1)
-LOOPED = (Rows(1, 16, 1, looped=True), Rows(4, 8, 1, looped=True))
-SHARED = (Rows(1, 32, 1, programs=3), Rows(2, 32, 1, programs=2))
+LOOPED = (Rows(1, 16, 1, looped=True), Rows(4, 8, 1, looped=True, stages=3))
+SHARED = (Rows(1, 32, 1, programs=3), Rows(2, 32, 1, programs=2, stages=3))
 SPLIT = (Sums(8, 8, 3, 1), Sums(16, 1, 2, 1))
 
 

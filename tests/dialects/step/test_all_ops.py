@@ -55,6 +55,38 @@ def test_types_expansion_and_text(name, operands, attributes):
             close(mine, want, torch.float64 if mine.dtype is torch.float64 else mine.dtype, "expansion")
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """x with its first dimension innermost in memory."""
+    order = list(range(x.dim()))[::-1]
+    return x.permute(order).contiguous().permute(order)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """x with its second dimension innermost in memory, where it has more than two."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x
+
+
+def with_gaps(x: torch.Tensor) -> torch.Tensor:
+    """x as every other element of a longer tensor."""
+    return torch.stack([x, x.flip(0) if x.dim() else x], -1)[..., 0]
+
+
+@pytest.mark.parametrize(("name", "operands", "attributes"), CASES)
+def test_results_do_not_depend_on_how_operands_lie(name, operands, attributes):
+    """Kernels of ours write in any order, and ATen's read what they wrote."""
+    tensors = flat(operands)
+    _, function, _ = build(name, operands, attributes)
+    wanted = [t.clone() for t in Executable(function)(tensors)]
+    several = [i for i, t in enumerate(tensors) if t.dim() > 1]
+    ways = [[turned(t) for t in tensors], [with_gaps(t) for t in tensors]]
+    ways += [[turned(t) if i == n else t for i, t in enumerate(tensors)] for n in several if len(several) > 1]
+    for way in ways:
+        for mine, want in zip(
+            Executable(function)([t.clone() if t.dim() == 0 else t for t in way]), wanted, strict=True
+        ):
+            close(mine, want, torch.float64 if mine.dtype is torch.float64 else mine.dtype, "otherwise laid out")
+
+
 @pytest.mark.parametrize(("name", "operands", "attributes"), CASES)
 def test_flops_bytes_roles_precision(name, operands, attributes):
     _, _, op = build(name, operands, attributes)

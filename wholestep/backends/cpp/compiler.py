@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import WholestepError
-from ..store import Objects, cache_folder, why_unwritable
+from ..store import Objects, usable_folder
 
 FLAGS = (
     *("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
@@ -152,8 +152,7 @@ def processor() -> str:
 
 
 def kept() -> Objects:
-    folder = cache_folder()
-    return Objects(None if why_unwritable(folder) else folder)
+    return Objects(usable_folder())
 
 
 def digest(*parts: str) -> str:

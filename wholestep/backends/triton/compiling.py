@@ -17,10 +17,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..store import cache_folder
+from ..store import usable_folder
 from .worker import digest, note_of
 
 #: seconds without a job after which a worker ends
@@ -94,9 +95,15 @@ def file_name(source: str) -> str:
 def triton_cache() -> Path:
     """Triton's cache folder, which every process of a build shares."""
     own = os.environ.get("TRITON_CACHE_DIR")
-    folder = Path(own) if own else cache_folder() / "triton"
+    folder = Path(own) if own else (usable_folder() or Path(temporary().name)) / "triton"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@cache
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    """For this process alone, where nothing can be kept."""
+    return tempfile.TemporaryDirectory(prefix="wholestep-")
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

@@ -84,6 +84,19 @@ HELD = ((1024, 4), (2048, 4), (1024, 2), (4096, 8), (4096, 4), (2048, 8), (4096,
         (16384, 32), (16384, 16))  # fmt: skip
 
 
+#: elements of a long row that a program walks at a time, its warps, and how many such walks are under way
+LOOPED = (
+    (4096, 16, 3),
+    (4096, 16, 1),
+    (2048, 8, 3),
+    (8192, 32, 2),
+    (8192, 32, 1),
+    (8192, 16, 1),
+    (2048, 8, 1),
+    (4096, 8, 1),
+)
+
+
 def rows(family: Family) -> list[Config]:
     length, count = family.length, family.count
     block, most = power_of_two(length), power_of_two(count)
@@ -100,9 +113,10 @@ def rows(family: Family) -> list[Config]:
         fitting = [(e, w) for e, w in HELD if block <= e <= max(block, 4096)] if block > 16 else [(1024, 4), (512, 4)]
         made += [Rows(between(1, e // block, most), block, w) for e, w in fitting if block <= LONGEST_HELD]
         if block > 4096:
-            made += [Rows(1, w, n, looped=True) for w, n in ((4096, 16), (8192, 32), (8192, 16), (2048, 8), (4096, 8))]
+            made += [Rows(1, w, n, looped=True, stages=s) for w, n, s in LOOPED]
     if family.across:
-        made = [r for c in made if isinstance(c, Rows) for r in shared(family, c)]
+        ahead = reading_ahead(family, block) if walked_along_row(family) and 256 <= block <= LONGEST_HELD else []
+        made = [*ahead, *(r for c in made if isinstance(c, Rows) for r in shared(family, c))]
     return made
 
 
@@ -130,6 +144,23 @@ def shared(family: Family, config: Rows) -> list[Config]:
         return []
     at_once = between(1, 32 // config.warps, 8) * PROCESSORS
     return [replace(config, programs=n) for n in ((at_once, at_once // 2) if sums else (at_once,))]
+
+
+#: rows at a time, elements that a thread holds of them, warps of a multiprocessor: those that read ahead
+AHEAD = ((1, 8, 12), (2, 16, 8), (1, 16, 8), (1, 8, 16))
+#: and turns that a program must have for it to be worth that
+TURNS = 4
+
+
+def reading_ahead(family: Family, block: int) -> list[Config]:
+    """Programs that have the next rows on their way while they work on one. Fewer of them keep the memory busy."""
+    made: list[Config] = []
+    for rows, held, busy in AHEAD:
+        warps = between(1, rows * block // (32 * held), 16)
+        programs = max(busy // warps, 1) * PROCESSORS
+        if rows * block <= 1024 * warps and family.count >= TURNS * rows * programs:
+            made.append(Rows(rows, block, warps, programs=programs, stages=3))
+    return made
 
 
 def sums(family: Family) -> list[Config]:

@@ -74,10 +74,13 @@ class Rows:
     looped: bool = False
     #: how many programs share the rows, where something is summed over them; otherwise each has its own rows
     programs: int = 0
+    #: how many turns of a program's rows, or of its walk along one, are under way at a time
+    stages: int = 1
 
     def __str__(self) -> str:
         shared = f" p{self.programs}" if self.programs else ""
-        return f"row x{self.rows} {'loop ' if self.looped else ''}{self.block}{shared} w{self.warps}"
+        ahead = f" s{self.stages}" if self.stages > 1 else ""
+        return f"row x{self.rows} {'loop ' if self.looped else ''}{self.block}{shared} w{self.warps}{ahead}"
 
 
 @dataclass(frozen=True)
@@ -346,12 +349,13 @@ class Family:
         programs = min(config.programs, r.blocks) if self.across else 0
         if not self.across:
             text.start(r, f"pid * {config.rows}")
-            self.one_row(text, r, c, config.looped, sums)
+            self.one_row(text, r, c, config, sums)
             return [text], [r.blocks], ()
         programs = max(programs, 1)
-        with text.loop(f"b in range(pid, {r.blocks}, {programs})"):
+        stages = 1 if config.looped else config.stages
+        with text.loop(f"b in {counted(f'pid, {r.blocks}, {programs}', stages)}"):
             text.start(r, f"b * {config.rows}")
-            self.one_row(text, r, c, config.looped, sums)
+            self.one_row(text, r, c, config, sums)
         partials = []
         for i, op in enumerate(self.across):
             name, axes = sums[op]
@@ -368,12 +372,13 @@ class Family:
         scratch = tuple(self.scratch(op, programs, c.size if vector else 0) for op, vector in partials)
         return [text, finish], [programs, grid], scratch
 
-    def one_row(self, text: Text, r: Axis, c: Axis, looped: bool, sums: dict[Op, tuple[str, list[Axis]]]) -> None:
+    def one_row(self, text: Text, r: Axis, c: Axis, config: Rows, sums: dict[Op, tuple[str, list[Axis]]]) -> None:
         """The reductions along a row, in order, then what is written and what is summed over rows."""
+        along = counted(f"0, {c.size}, {c.block}", config.stages)
         targets = [*self.across, *self.before]
         # what is read once per row comes before any walk: the row may be written over it in the last one
         text.ready([op for op in text.needed(targets) if op.definition is not Store and c not in text.op_axes(op)])
-        if not looped:
+        if not config.looped:
             for op in text.needed(targets):
                 if op not in self.reductions:
                     text.ready([op])
@@ -392,7 +397,7 @@ class Family:
             for op in now:
                 axes = [a for a in (r, c) if a is c or a in text.value_axes(op.operands[0])]
                 totals.append((op, text.accumulator(op, axes), axes))
-            with text.loop(f"c0 in range(0, {c.size}, {c.block})"):
+            with text.loop(f"c0 in {along}"):
                 text.start(c, "c0")
                 text.ready(values)
                 for op, name, axes in totals:
@@ -408,7 +413,7 @@ class Family:
         wide = [op for op in self.across if c in sums[op][1]]
         stores = [op for op in self.before if c in text.op_axes(op)]
         if wide or stores:
-            with text.loop(f"c0 in range(0, {c.size}, {c.block})"):
+            with text.loop(f"c0 in {along}"):
                 text.start(c, "c0")
                 text.ready(text.needed([*wide, *stores]))
                 for op in wide:
@@ -433,11 +438,10 @@ class Family:
             sums.append((op, text.accumulator(op, axes), axes))
         programs = config.programs
         steps = f"pid // {max(k.blocks, 1)} * {n.block}, {n.size}, {programs * n.block}"
-        ahead = f"tl.range({steps}, num_stages={config.stages})" if config.stages > 1 else f"range({steps})"
         # what lies along the first of several dimensions is read once for a block that has one point of it
         inner = math.prod(d.size for d in n.dims[1:])
         alone = len(n.dims) > 1 and inner > 0 and inner % n.block == 0
-        with text.loop(f"n0 in {ahead}"):
+        with text.loop(f"n0 in {counted(steps, config.stages)}"):
             text.start(n, "n0", alone)
             text.ready(everything)
             for op, name, axes in sums:
@@ -538,3 +542,8 @@ def unsupported(specs: Iterable[Spec], function: Op) -> str:
         if any(s < 0 for s in spec.strides):
             return "a tensor has a negative stride"
     return ""
+
+
+def counted(steps: str, stages: int) -> str:
+    """What a loop counts, with so many turns under way at a time."""
+    return f"tl.range({steps}, num_stages={stages})" if stages > 1 else f"range({steps})"

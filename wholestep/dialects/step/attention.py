@@ -336,7 +336,7 @@ class AttentionGrad(AttentionBackward):
             if kernel != MATH:
                 own = k.shape[1]
                 _, k, v = attention_cuda.heads_for(kernel, q, k, v)
-                operands = (packed(dout), packed(q), packed(k), packed(v), out, logsumexp)
+                operands = (*map(packed, (dout, q, k, v, out)), logsumexp.contiguous())
                 dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                     *operands, 0.0, causal, attn_mask=mask, scale=scale
                 )

@@ -165,6 +165,7 @@ class LayerNormGrad(RowNorm):
                 mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)  # as the CPU kernel had them
             if weight is None and (mask[1] or mask[2]):
                 weight = x.new_ones(shape)
+            mean, rstd, weight = packed(mean), packed(rstd), packed(weight)
             return aten.native_layer_norm_backward.default(dy, x, shape, mean, rstd, weight, weight, mask)
 
         return spread(op, run)
@@ -258,7 +259,7 @@ class RmsNormGrad(RowNorm):
 
         def run(dy, x, rstd, weight):
             if x.is_cuda and weight is not None:
-                return aten._fused_rms_norm_backward.default(dy, x, shape, rstd, weight, mask)
+                return aten._fused_rms_norm_backward.default(dy, x, shape, packed(rstd), packed(weight), mask)
             # on CPU eager differentiates the formula; the same steps in the same order
             wide_dy, wide_x = dy.to(kept), x.to(kept)
             dx = dw = None
@@ -414,7 +415,9 @@ class GroupNormGrad(GroupNormLike):
             if x.dtype.itemsize < 4 and not x.is_cuda and (weight is None or weight.dtype is x.dtype):
                 mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)  # as the CPU kernel had them
             mean, rstd, weight = packed(mean), packed(rstd), packed(weight)
-            return aten.native_group_norm_backward.default(dense(dy), dense(x), mean, rstd, weight, *sizes, mask)
+            x = dense(x)
+            dy = dy.contiguous(memory_format=torch.contiguous_format if x.is_contiguous() else CHANNELS_LAST[x.dim()])
+            return aten.native_group_norm_backward.default(dy, x, mean, rstd, weight, *sizes, mask)
 
         return spread(op, run)
 
@@ -439,18 +442,19 @@ class GroupNormGrad(GroupNormLike):
         return 14 * op.x.type.size
 
 
+#: by rank
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def packed(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x without gaps in memory: the group norm kernels read weights and statistics as if there were none."""
+    """x row by row in memory: the kernels of norms read weights and statistics as if they always lay so."""
     return None if x is None else x.contiguous()
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x as the group norm kernels take it: contiguous, in either memory format."""
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return x
-    return x.contiguous()
+    """x as the group norm kernels take it: contiguous, in either memory format, which a gradient must then have too."""
+    last = CHANNELS_LAST.get(x.dim())
+    return x if last is not None and x.is_contiguous(memory_format=last) else x.contiguous()
 
 
 def per_channel(b, value: Value, rank: int) -> Value:
@@ -633,6 +637,7 @@ class BatchNormGrad(BatchNormLike):
         def run(dy, x, mean, rstd, weight):
             if x.dtype.itemsize < 4 and not x.is_cuda and (weight is None or weight.dtype is x.dtype):
                 mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)  # as the CPU kernel had them
+            mean, rstd, weight = packed(mean), packed(rstd), packed(weight)
             return aten.native_batch_norm_backward.default(dy, x, weight, None, None, mean, rstd, True, eps, mask)
 
         return spread(op, run)
