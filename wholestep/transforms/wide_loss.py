@@ -2,8 +2,7 @@
 
 `pad` cuts the zeros off behind a product and fills the gradient up again before the next: rows of two lengths, which
 are two kernels and two reads of the logits. Here classes that nobody has get the lowest number, so that their
-probability is 0, and their gradient too: cut and fill go. Which these are is told by their numbers; a vector of what to
-add would be read for every row.
+probability is 0, and their gradient too: cut and fill go.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ class WideLoss(Transformation):
         b = StepBuilder(op.parent, op, op.loc, op.phase)
         (product,), count = cut.operands, op.x.type.shape[1]
         missing = product.type.shape[-1] - count
-        x = replayed(b, product, path(op.x, cut))
         numbers = b.iota(start=0, stride=1, type=TensorType((count + missing,), I32))
-        limits = b.full(count, (x.type.shape[0], 1), I32)  # (of every row, so that each compares for itself)
-        mine = b.lt(b.reshape(numbers, shape=(1, count + missing)), limits)
-        x = b.select(mine, x, torch.finfo(torch_dtype(op.x.type.element)).min)
+        lowest = torch.finfo(torch_dtype(op.x.type.element)).min
+        x = b.select(b.lt(numbers, count), replayed(b, product, path(op.x, cut)), lowest)
         for old, new in zip(op.results, b.cross_entropy(x, op.target, **options(op)), strict=True):
             old.replace_by(new)
         at = StepBuilder(op.parent, gradient, gradient.loc, gradient.phase)

@@ -145,7 +145,7 @@ def test_convolutions_that_suit() -> None:
     assert graph_of(place).tensors[1].spec.strides == (64, 1, 64, 64)
 
 
-def test_convolutions_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_that_do_not() -> None:
     place = all_of(LARGE)[0]
     x, w, dy = LARGE.tensors()
     bias = torch.zeros(64, dtype=torch.bfloat16)
@@ -168,8 +168,8 @@ def test_convolutions_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for reason, case in cases.items():
         assert reason in why_unsuited(case), reason
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    assert "switched off" in why_unsuited(place)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert "switched off" in why_unsuited(place)
 
 
 def test_engines_that_suit(monkeypatch: pytest.MonkeyPatch) -> None:
