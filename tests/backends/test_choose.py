@@ -390,6 +390,25 @@ def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
     assert everything.tried == {8: ["first", "second", "third"], 16: ["first", "second", "third"]}
 
 
+def test_who_is_slow_to_build_is_tried_only_there() -> None:
+    quick, slow, waits = Several(), Several(), {8: 20e-3, 16: 0.0}
+    slow.name, slow.slow = "late", True  # type: ignore[misc]
+
+    def launcher(region: Region) -> Launcher:
+        true = copying(op_by_op(region), 2)
+        return lambda *tensors: (time.sleep(waits[tensors[0].shape[0]]), true(*tensors))[1]
+
+    quick.launcher = launcher  # type: ignore[method-assign]
+    chosen = Choices(CPU, [quick, slow])
+    chosen.decide([region(8), region(16)])
+    assert quick.tried[16] == ["first"] and list(slow.tried) == [8]
+    assert chosen.known[region(8).key].provider == "late"
+    alone = Several()
+    alone.slow = True  # type: ignore[misc]
+    Choices(CPU, [alone]).decide([region(16)])
+    assert alone.tried[16][0] == "first"
+
+
 def test_what_was_light_is_tried_in_every_way_where_it_is_heavy(tmp_path: Path) -> None:
     def decide(provider: Several, *rows: int) -> None:
         waits = {8: 20e-3, 16: 2e-3}

@@ -101,6 +101,13 @@ def test_bytes_count_each_element_once() -> None:
     assert Aten().estimate(given, 1e9) == pytest.approx(144e-9)
 
 
+def test_a_dimension_that_the_largest_operand_lacks_stays_where_it_is() -> None:
+    table, each = TensorType((64, 32), F32), TensorType((2, 1, 1), F32)
+    assert region([table, each], lambda b, x, y: b.add(x, y)).results[0].strides == (64 * 32, 32, 1)
+    turned = [Spec((64, 32), (1, 64), torch.float32), Spec((2, 1, 1), (1, 1, 1), torch.float32)]
+    assert region([table, each], lambda b, x, y: b.add(x, y), turned).results[0].strides == (64 * 32, 1, 64)
+
+
 def test_inputs_to_try_with_lie_as_said() -> None:
     specs = [Spec((3, 4), (1, 3), torch.float32), Spec((3, 1), (0, 0), torch.int64)]
     given = region(
