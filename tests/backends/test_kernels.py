@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import wholestep as ws
 from tests.dialects.step.samples import SAMPLES
 from wholestep.backends.kernels import COPY, NEW, OUT, Number, Operand, Spec, out_form, trace
 from wholestep.dialects.step import StepBuilder, step, tensor_type
@@ -123,3 +125,20 @@ def test_a_view_by_strides_starts_where_its_operand_does() -> None:
 def test_what_decides_by_data_runs_as_a_whole() -> None:
     kernel, why = trace(lambda x: x + float(x.sum()), [Operand(spec(3), "cpu")], [spec(3)], CPU)
     assert why and [s.kind for s in kernel.steps] == [NEW]
+
+
+@pytest.mark.parametrize("name", ["replication_pad2d", "reflection_pad2d_backward", "adaptive_avg_pool2d"])
+def test_who_lays_its_out_tensor_out_anew_is_not_given_one(name: str) -> None:
+    assert out_form(getattr(torch.ops.aten, name).default, "cpu") is None
+
+
+def test_a_pad_of_images_with_channels_last_trains_as_in_eager() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.ReplicationPad2d((0, 1, 1, 0)), nn.Conv2d(3, 2, 2))
+    model, x = model.to(memory_format=torch.channels_last), torch.randn(2, 2, 5, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ws.compile(model, lambda m, x: m(x).square().sum(), optimizer, (x,), providers=["aten"])(x)
+    for old, new, gradient in zip(before, model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(old - new.detach(), gradient, rtol=1e-4, atol=1e-4)

@@ -127,3 +127,12 @@ def test_batches_that_cannot_be_split(batch, count, message):
     with pytest.raises(InputError, match=message):
         ws.compile(model, lambda m, x, *rest: squares(m, x), sgd(model), batch, accumulate=count)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_generated_kernels_read_micro_batches_as_the_batch_lies():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(), nn.Linear(3, 2))
+    x = torch.randn(4, 3, 5).transpose(1, 2)
+    wanted = squares(model, x).detach()
+    step = ws.compile(model, squares, sgd(model), (x,), accumulate=2, providers=["aten", "cpp"], tune=False)
+    torch.testing.assert_close(step(x), wanted)

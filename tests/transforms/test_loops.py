@@ -261,6 +261,14 @@ def test_what_is_looked_up_outside_of_its_table_is_not_a_number() -> None:
     assert torch.equal(found[[0, 3]], table[[1, 3]])
 
 
+def test_beside_what_is_looked_up_there_are_zeros_outside() -> None:
+    """Windows that reach beyond the edge of an image are no mistake of the numbers that are looked up in it."""
+    image, labels = randn(2, 3, 2, 2), torch.tensor([0, 2, 1, 2]).expand(2, 4, 4)
+    made([image, labels], lambda b, x, t: b.cross_entropy(b.upsample(x, factors=(2, 2)), t)[0])
+    pooled = dict(kernel=(3,), stride=(1,), padding=(1,))
+    made([image[0], torch.tensor([[[1, 0]]])], lambda b, x, i: b.gather(b.avg_pool(x, **pooled), i, dim=2))
+
+
 # ---- dimensions ------------------------------------------------------------------------------------------------------
 
 

@@ -168,3 +168,17 @@ def test_pooling_takes_along_what_comes_before_it() -> None:
     run(body.kernel, [x], found)
     values, places = F.max_pool2d(x.relu(), 3, 2, 1, return_indices=True)
     assert torch.equal(found[0], values) and torch.equal(found[1], places)
+
+
+def test_a_slice_of_a_gradient_that_no_window_sees_is_zero() -> None:
+    how = dict(kernel=(1,), stride=(3,), padding=(0,), ceil_mode=False, input_shape=(2, 7))
+    dy, places = drawn((2, 3), "numbers"), torch.tensor([[0, 3, 6]] * 2)
+    for place, wanted in ((1, torch.zeros(2, 1, dtype=torch.float64)), (3, dy[:, 1:2])):
+        (mean,) = results(lambda b, d, at=place: b.slice(b.avg_pool_grad(d, **how), dim=1, start=at, end=at + 1), dy)
+        torch.testing.assert_close(mean, wanted)
+        (largest,) = results(
+            lambda b, d, i, at=place: b.slice(b.max_pool_grad(d, i, dilation=(1,), **how), dim=1, start=at, end=at + 1),
+            dy,
+            places,
+        )
+        torch.testing.assert_close(largest, wanted)

@@ -7,6 +7,7 @@ itself and that is copied: such a kernel `allocates`. A call that cannot be trac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -189,11 +190,17 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
+#: operators that lay a tensor given as `out` out anew, as their operand lies, in memory that others read otherwise
+RELAYS = re.compile(r"aten::((reflection|replication)_pad\dd(_backward)?|adaptive_avg_pool\dd)")
+
+
 @cache
 def out_form(operator: Any, device: str) -> tuple[Any, tuple[str, ...]] | None:
     """The overload that writes into given tensors by a kernel of its own, and the names of those arguments."""
     schema = schema_of(operator)
     if schema.name in ("aten::binary_cross_entropy", "aten::huber_loss"):  # they use `out` for what they reduce
+        return None
+    if RELAYS.fullmatch(schema.name):
         return None
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     packet = operator.overloadpacket

@@ -179,7 +179,7 @@ def flatten(
     kernels: Kernels,
     numbers: Iterable[int] = (),
     strides: Sequence[Strides | None] | None = None,
-    find: Callable[[Op], Body] | None = None,
+    find: Callable[[Op, Sequence[Strides]], Body] | None = None,
     alignment: int = 64,
     regions: Regions | None = None,
     joins: Joins | None = None,
@@ -187,8 +187,8 @@ def flatten(
     """The launches of an expanded function, by the kernels of one device.
 
     numbers: arguments that are single numbers on the host. strides: of the arguments, where they do not lie row by row.
-    find: the plan of the function that an op of micro-batches names. regions: who runs regions. joins: concatenations
-    whose parts are to be written in place.
+    find: the plan of the function that an op of micro-batches names, for operands that lie so. regions: who runs
+    regions. joins: concatenations whose parts are to be written in place.
     """
     return _Flattener(function, kernels, numbers, strides, find, alignment, regions, joins).flat
 
@@ -202,7 +202,7 @@ class _Flattener:
         kernels: Kernels,
         numbers: Iterable[int],
         strides: Sequence[Strides | None] | None,
-        find: Callable[[Op], Body] | None,
+        find: Callable[[Op, Sequence[Strides]], Body] | None,
         alignment: int,
         regions: Regions | None = None,
         joins: Joins | None = None,
@@ -351,7 +351,8 @@ class _Flattener:
         kernel: Kernel | None = None
         if op.definition.name == "step.micro_batches":
             assert self.find is not None
-            operands, body, provider = op.operands, self.find(op), "micro_batches"
+            operands, provider = op.operands, "micro_batches"
+            body = self.find(op, [flat.strides[values[v]] for v in operands])  # rows of a batch lie as the batch does
             layouts = [
                 row_major(t.shape) if taken in ("concat", "mean") else s
                 for t, taken, s in zip(types, op.taken, body.strides, strict=True)

@@ -158,7 +158,7 @@ class _Planner:
         function: Op,
         numbers: Iterable[int],
         strides: Sequence[Strides | None] | None,
-        find: Callable[[Op], Body],
+        find: Callable[[Op, Sequence[Strides]], Body],
         alignment: int,
     ) -> tuple[Flat, Fusion | None]:
         """The launches. Regions that nothing is known of are decided about; those that ATen runs are taken apart."""
@@ -232,18 +232,22 @@ class _Planner:
         self, function: Op, numbers: Iterable[int] = (), strides: Sequence[Strides | None] | None = None
     ) -> Planned:
         bodies: list[Planned] = []
-        known: dict[Op, Body] = {}
+        known: dict[tuple[Op, tuple[Strides, ...]], Body] = {}
 
-        def find(op: Op) -> Body:
-            if op not in known:
-                body = self.plan(self.expanded(lookup(self.root, op.callee)))
+        def find(op: Op, given: Sequence[Strides]) -> Body:
+            key = (op, tuple(given))
+            if key not in known:
+                body = self.plan(self.expanded(lookup(self.root, op.callee)), strides=given)
                 bodies.append(body)
                 laid = [body.plan.buffers[r.buffer].strides for r in body.plan.results]
-                known[op] = Body(len(bodies) - 1, body.plan.arena, laid)
-            return known[op]
+                known[key] = Body(len(bodies) - 1, body.plan.arena, laid)
+            return known[key]
 
         alignment = self.alignment
         flat, fusion = self.flatten(function, numbers, strides, find, alignment)
+        used = sorted({number for number in flat.body if number >= 0})  # operands may have lain otherwise before
+        bodies = [bodies[number] for number in used]
+        flat.body = [used.index(number) if number >= 0 else -1 for number in flat.body]
         graph = build_graph(flat, alignment, self.whole_updates)
         if self.reorder:
             name, order, found, program_peak = self.memory.order(graph, flat.phase)

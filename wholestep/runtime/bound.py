@@ -230,7 +230,7 @@ class BoundPlan:
                 self.calls.append((keys[i][:, :2].copy_, (inputs[i][:2].expand(op.count, 2),), {}))
         carried = [i for i, result in enumerate(op.carried) if result >= 0]
         # what one micro-batch hands to the next, in two sets that take turns: a new value may be a part of an old one
-        turns = [{i: torch.empty_like(inputs[i]) for i in carried} for _ in range(2)]
+        turns = [{i: empty_as(inputs[i]) for i in carried} for _ in range(2)]
         for number in range(op.count):
             arguments = [
                 keys[i][number] if kind == "key" else x.chunk(op.count)[number] if kind == "split" else x
@@ -325,3 +325,8 @@ def at_launch(error: Exception, launch: Launch, op: Op | None) -> Exception:
         if isinstance(error, kind):
             return kind(f"{launch.name} of layer {where}: {error}")
     return WholestepError(f"{launch.name} of layer {where}: {error}")
+
+
+def empty_as(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor that lies exactly as another does, gaps and all."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

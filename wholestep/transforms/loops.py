@@ -337,6 +337,24 @@ class Lowering:
         return found
 
     def load(self, tensor: Value, index: tuple[Place, ...]) -> Value:
+        """An element of an argument. Outside of it there are zeros, but where an index that was read leads there."""
+        read = [isinstance(place, Computed) and place.checked for place in index]
+        if not any(read):
+            return self.load_at(tensor, index)
+        there = [mine or self.between(p, 0, n) for p, n, mine in zip(index, tensor.type.shape, read, strict=True)]
+        inside: Value | bool = True
+        for condition in there:
+            inside = self.both(inside, condition)
+        if inside is True:
+            return self.load_at(tensor, index)
+        first, moved = self.constant(0, I64), list(index)
+        for dim, (place, mine) in enumerate(zip(index, read, strict=True)):
+            if mine or there[dim] is not True:  # elsewhere no index is wrong
+                moved[dim] = Computed(self.choose(inside, self.as_number(place), first), mine)
+        value = self.load_at(tensor, tuple(moved))
+        return self.choose(inside, value, self.constant(0, tensor.type.element))
+
+    def load_at(self, tensor: Value, index: tuple[Place, ...]) -> Value:
         numbers, dynamic, rows, guarded, checked = [], [], [], False, False
         for dim, (place, size) in enumerate(zip(index, tensor.type.shape, strict=True)):
             if isinstance(place, Computed):
@@ -496,6 +514,21 @@ class Lowering:
         if not by:
             return place
         return Computed(self.apply("add", place.number, self.constant(by, I64), dtype=I64), place.checked)
+
+    def anywhere(self, place: Place) -> Place:
+        """An index that may lie outside of its tensor, where there are zeros."""
+        return Computed(place.number) if isinstance(place, Computed) else place
+
+    def part(self, place: Place, low: int, high: int, size: int) -> Place:
+        """An index of `size` elements as one of those from low to high. Where it is meant for the others it is 0: to
+        leave the part is no mistake in the data, to leave all of them is."""
+        moved = self.shifted(place, -low)
+        if isinstance(moved, Affine) or not moved.checked:
+            return moved
+        here, known = self.between(place, low, high), self.between(place, 0, size)
+        assert not isinstance(here, bool)
+        others = self.both(known, self.apply("bit_not", here, dtype=BOOL))
+        return Computed(self.choose(others, self.constant(0, I64), moved.number), True)
 
     def divided(self, place: Place, by: int) -> tuple[Place, Place]:
         """Quotient and remainder of an index."""

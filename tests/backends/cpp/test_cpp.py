@@ -214,6 +214,11 @@ def pointwise_cases() -> dict[str, Case]:
         "flip": step([T(6, 8)], lambda b, x: b.flip(b.exp(x), dims=(1,))),
         "embedding": step([T(6, 40), T(7, e=I64)], lambda b, w, i: b.mul(b.embedding(w, i), 2.0), given={1: picked}),
         "embedding bf16": step([T(6, 40, e=BF16), T(7, e=I32)], lambda b, w, i: b.embedding(w, i), given={1: picked}),
+        "parts of a table": step(
+            [T(2, 9), T(4, 9), T(7, e=I64)],
+            lambda b, x, y, i: b.embedding(b.concat([x, b.pad(y, low=(1, 0), high=(2, 0), value=3.0)], dim=0), i),
+            given={2: torch.tensor([0, 8, 2, 7, 1, 6, 3])},
+        ),
         "gather": step(
             [T(6, 9), T(6, 4, e=I64)],
             lambda b, x, i: b.gather(x, i, dim=1),

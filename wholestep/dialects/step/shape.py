@@ -281,13 +281,14 @@ class Concat(StepOp):
     def element(k, op, index):
         place, at, end = index[op.dim], op.y.type.shape[op.dim], None
         for x in reversed(op.operands):
-            at -= x.type.shape[op.dim]
+            at, behind = at - x.type.shape[op.dim], at
             if not x.type.size:
                 continue
-            here = k.below(place, at + x.type.shape[op.dim])
+            here = k.below(place, behind)
             if here is False or k.below(place, at) is True:
                 continue
-            value = k.at(x, [*index[: op.dim], k.shifted(place, -at), *index[op.dim + 1 :]])
+            mine = k.part(place, at, behind, op.y.type.shape[op.dim])
+            value = k.at(x, [*index[: op.dim], mine, *index[op.dim + 1 :]])
             end = value if end is None or here is True else k.choose(here, value, end)
         return end
 
@@ -326,11 +327,11 @@ class Pad(Shape):
 
     @staticmethod
     def element(k, op, index):
-        inside = True
-        for place, low, n in zip(index, op.low, op.x.type.shape, strict=True):
+        inside, mine = True, []
+        for place, low, n, size in zip(index, op.low, op.x.type.shape, op.y.type.shape, strict=True):
             inside = k.both(inside, k.between(place, low, low + n))
-        value = k.at(op.x, [k.shifted(place, -low) for place, low in zip(index, op.low, strict=True)])
-        return k.choose(inside, value, k.constant(op.value, op.y.type.element))
+            mine.append(k.part(place, low, low + n, size))
+        return k.choose(inside, k.at(op.x, mine), k.constant(op.value, op.y.type.element))
 
     @staticmethod
     def derivative(b, op, dy):
@@ -405,9 +406,9 @@ def reshaped(k, index, shape, wanted):
 
 def on_slice(k, op, index, other):
     """The element of op.x where the index is on its slice, `other` elsewhere."""
-    place = k.shifted(index[op.dim], -op.start)
-    count = op.x.type.shape[op.dim]
-    inside = k.between(index[op.dim], op.start, op.start + (count - 1) * op.stride + 1)
+    behind = op.start + (op.x.type.shape[op.dim] - 1) * op.stride + 1
+    place = k.part(index[op.dim], op.start, behind, op.results[0].type.shape[op.dim])
+    inside = k.between(index[op.dim], op.start, behind)
     if op.stride != 1:
         place, rest = k.quotient(place, op.stride)
         inside = k.both(inside, rest)

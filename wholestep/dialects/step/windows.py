@@ -35,7 +35,7 @@ def dilation(op: Op) -> tuple[int, ...]:
 def seen(k, op: Op, places: Sequence[Any], taps: Sequence[int]) -> list[Any]:
     """Where the element of a window lies that has this number along each dimension."""
     each = zip(places, taps, op.stride, op.padding, dilation(op), strict=True)
-    return [k.shifted(k.scaled(place, s), tap * d - p) for place, tap, s, p, d in each]
+    return [k.shifted(k.anywhere(k.scaled(place, s)), tap * d - p) for place, tap, s, p, d in each]
 
 
 def inside(k, places: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -134,9 +134,9 @@ def divisor(k, op: Op, places: Sequence[Any], x: TensorType, y: TensorType):
 
 
 def added(k, numbers: Sequence[Value], element: ScalarType) -> Value:
-    """A sum in the type that sums of a type are kept in."""
+    """A sum in the type that sums of a type are kept in. Of nothing where strides pass over the element asked for."""
     wide = compute_type(element)
-    total = rounded(k, numbers[0], wide)
+    total = rounded(k, numbers[0], wide) if numbers else k.constant(0, wide)
     for number in numbers[1:]:
         total = k.apply("add", total, rounded(k, number, wide), dtype=wide)
     return total
