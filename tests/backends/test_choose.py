@@ -360,7 +360,7 @@ class Several(Aped):
         self.waits = dict.fromkeys(("first", "second", "third"), 0.0)
 
     def offers(self, region: Region) -> list[Offer]:
-        return [Offer(n, f"{n} {region.key}", made=(n, region)) for n in self.waits]
+        return [Offer(n, f"{self.name} {n} {region.key}", made=(n, region)) for n in self.waits]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
         found: dict[str, Launcher | Exception] = {}
