@@ -104,7 +104,7 @@ class Provider(ABC):
     batching: ClassVar[str] = ""
     #: ops that it may run in ATen's place where they stand alone
     alone: ClassVar[tuple[str, ...]] = ()
-    #: whether they take so long that it competes only where it is named, and where most can be gained
+    #: whether its ways take so long to build that it competes only where it is named, and where most can be gained
     slow: ClassVar[bool] = False
 
     def absent(self) -> str:
