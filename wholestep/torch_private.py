@@ -209,6 +209,17 @@ def clear_cublas_workspaces() -> None:
         clear()
 
 
+@contextmanager
+def cudnn_off() -> Iterator[None]:
+    """Has ATen's own kernels convolve. `torch.backends.cudnn.flags` would set its other flags as well."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
+
+
 def has_kernel(operator: Any, device: str) -> bool:
     """Whether an operator has a kernel written for this kind of device; where torch has none, that of the CPU tells."""
     schema = operator._schema

@@ -5,6 +5,7 @@ Providers here are made of ATen's own kernels with something done to them.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import time
@@ -465,6 +466,22 @@ def test_what_runs_as_fast_as_memory_is_left_at_its_first_guess(tmp_path: Path) 
     wanted = region(8)
     assert decide(1.0).tried == {8: ["first"]}  # (in a second one byte moves)
     assert decide(1e30).tried == {8: ["first", "second", "third"]}
+
+
+def test_who_takes_long_to_start_is_not_timed_where_little_could_be_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(bandwidth: float, products: bool = False) -> Choices:
+        choices = Choices(CPU, [Aten(), Aped()], None, products=products, bandwidth=bandwidth)
+        choices.decide([wanted])
+        return choices
+
+    wanted = region(8)
+    monkeypatch.setattr(choose, "starts_slowly", lambda region: True)
+    passed_over = decide(1.0)  # (in a second one byte moves: whatever runs is near that)
+    assert passed_over.known[wanted.key].provider == "aped"
+    assert "first call takes long" in " ".join(passed_over.refusals["aten"])
+    assert math.isnan(passed_over.known[wanted.key].aten)
+    for timed in (decide(1e30), decide(1.0, products=True)):
+        assert "aten" not in timed.refusals and timed.known[wanted.key].aten > 0
 
 
 class Compiling:

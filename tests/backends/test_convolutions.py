@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.backends.convolutions import convolve, in_parts, one_convolution
+from wholestep.backends.convolutions import by_quick_kernels, convolve, in_parts, one_convolution, starts_slowly
 from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Kernel, Operand, spec_of, trace
 from wholestep.dialects.step import StepBuilder, tensor_type
@@ -133,3 +133,19 @@ def test_a_region_of_one_convolution_is_timed_as_a_plan_runs_it(asked: list[tupl
         run(w, x, out)
         torch.testing.assert_close(out, want)
         assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("groups", "device"), [(8, "cuda"), (1, "cuda"), (4, "cuda"), (8, "cpu")])
+def test_depthwise_convolutions_that_are_compared_with_do_without_cudnn(groups: int, device: str) -> None:
+    """It compiles a kernel for each of them; where results alone count those that ATen has will do."""
+    w, x = tensors([(8, 8 // groups, 3, 3), IMAGE])
+    function = add_function(module(), "f", [tensor_type(t) for t in (w, x)])
+    b, (kernel, image) = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
+    y = b.conv(image, kernel, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=groups)
+    finish_function(function, [y])
+    region = region_of(function, None, [spec_of(w), spec_of(x)], torch.device(device))
+    is_on = torch._C._get_cudnn_enabled
+    with pytest.raises(KeyError), by_quick_kernels(region):
+        assert is_on() == (groups != 8 or device == "cpu") == (not starts_slowly(region))
+        raise KeyError
+    assert is_on()

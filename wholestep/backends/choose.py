@@ -32,6 +32,7 @@ from ..transforms.regions import form_of
 from . import compare
 from .about import about
 from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
+from .convolutions import by_quick_kernels, starts_slowly
 from .crashes import BROKEN, collect, note_name, watched
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
 from .store import Choice, Objects, Store, Timed, fingerprint
@@ -50,6 +51,8 @@ HEAVY, MORE = 0.7, 3
 NEAR = 1.2
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
+#: who takes long to start is not timed where what runs already takes fewer times as long as its bytes do
+LITTLE = 3.0
 
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
@@ -397,15 +400,16 @@ class Choices:
         reference = op_by_op(region)
         inputs = neutral_inputs(region, False)
         try:
-            wanted = reference(*inputs)
+            with by_quick_kernels(region):
+                wanted = reference(*inputs)
+                if has_nan(wanted):
+                    inputs = neutral_inputs(region, True)
+                    wanted = reference(*inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what was made up for operands does not suit the ops
             contest.give_up(first_line(error))
             return
-        if has_nan(wanted):
-            inputs = neutral_inputs(region, True)
-            wanted = reference(*inputs)
         low = rounds(region)
         turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else TURNED
         exact = Exact(region, inputs, wanted)
@@ -418,6 +422,10 @@ class Choices:
             tensors = (*inputs, *outputs, *scratch)
             turns = itertools.cycle([tensors, *((*spare, *scratch) for spare in spares)])
             best = math.inf if contest.best is None else contest.best[0]
+            if provider.name == "aten" and self.is_not_waited_for(region, best):
+                contest.pass_over(provider.name)
+                self.refuse(provider.name, contest.refused[provider.name])
+                continue
             trying(note_name(provider, offer))
             try:
                 start = time.perf_counter()
@@ -440,6 +448,10 @@ class Choices:
                 contest.best = (seconds, (provider, offer, run))
         if contest.best is not None and contest.guessed == math.inf:
             contest.guessed = contest.best[0]
+
+    def is_not_waited_for(self, region: Region, best: float) -> bool:
+        """Whether ATen is not timed: its first call takes as long as all the others, and little could be won."""
+        return starts_slowly(region) and not self.products and best < LITTLE * region.bytes / self.bandwidth
 
     def spares(self, region: Region) -> list[list[torch.Tensor]]:
         """Other operands and results, which a product is timed on in turns: one that finds its factors in a GPU's cache
@@ -578,6 +590,11 @@ class Contest:
         return self.best is None or (self.kept is None and self.best[1][0].name == "aten" and all(
             t.why for t in self.timed if t.name != "aten:aten"
         ))  # fmt: skip
+
+    def pass_over(self, provider: str) -> None:
+        """Leaves a provider out: its first call takes long, and what runs already is near the speed of memory."""
+        self.offers = [pair for pair in self.offers if pair[0].name != provider]
+        self.refused[provider] = "its first call takes long, and another runs near the speed of memory"
 
     def give_up(self, why: str) -> None:
         """Leaves the region to ATen."""

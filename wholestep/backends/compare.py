@@ -21,6 +21,7 @@ from ..ir.attributes import Attribute
 from ..ir.core import Op, Value
 from ..ir.types import F32, ScalarType, TensorType
 from .aten import Call, lower
+from .convolutions import by_quick_kernels
 from .providers import Region
 
 #: the share of windows in which two elements may be equal once they are rounded to 16 bits
@@ -157,7 +158,8 @@ class Exact:
 
     def results(self) -> tuple[Tensors, list[Distance]] | str:
         try:
-            wanted = in_f32(self.region)(*self.inputs)
+            with by_quick_kernels(self.region):
+                wanted = in_f32(self.region)(*self.inputs)
             apart = [distance(x, y, True, n) for n, (x, y) in enumerate(zip(self.rounded, wanted, strict=True))]
         except torch.OutOfMemoryError:
             return "there is no memory for f32"

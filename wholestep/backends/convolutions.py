@@ -7,15 +7,18 @@ does for nearly all, cuDNN is called by its own operator, which has one; a bias 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..dialects.step.convolution import Conv, window
 from ..dialects.strides import is_laid_out
-from ..torch_private import has_kernel
+from ..torch_private import cudnn_off, has_kernel
+from .convolution_ops import PARTS, shapes_of
 
 if TYPE_CHECKING:
+    from ..ir.core import Op
     from .providers import Region
 
 aten = torch.ops.aten
@@ -122,3 +125,22 @@ def one_convolution(region: Region) -> Callable[..., None] | None:
             out.copy_(aten.convolution.default(x, w, None, *args))
 
     return run
+
+
+def starts_slowly(region: Region) -> bool:
+    """Whether ATen's first call takes long: for every size of a depthwise convolution cuDNN compiles a kernel, which
+    takes it half a second to a second."""
+    if region.device.type != "cuda":
+        return False
+    return any(op.definition in PARTS and is_depthwise(op) for op in region.ops)
+
+
+def is_depthwise(op: Op) -> bool:
+    """Whether ATen has kernels of its own for a convolution of one channel each, or for a gradient of it."""
+    image = shapes_of(op)[0]
+    return len(image) == 4 and 1 < op.groups == image[1] and not op.transposed
+
+
+def by_quick_kernels(region: Region) -> AbstractContextManager[None]:
+    """Where results alone count, such convolutions run by ATen's own kernels: slower ones that are there."""
+    return cudnn_off() if starts_slowly(region) else nullcontext()

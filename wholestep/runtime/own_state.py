@@ -7,6 +7,7 @@ counters tell; eager steps of the optimizer and writes through `.data`, which th
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import weakref
@@ -15,11 +16,13 @@ from typing import Any
 
 import torch
 
+from ..backends.kernels import Spec
 from ..capture.slots import Slot
 from ..dialects.step import torch_dtype
 from ..errors import InputError, LossScaleError, StaleCopyError
 from ..ir.types import F16
 from ..options import Options
+from ..plan.plan import aligned
 from ..torch_private import version_of
 from ..training.precision import parse_precision
 from .bound import BoundPlan
@@ -27,6 +30,8 @@ from .calls import Call
 from .record import Record, Subjects, record
 
 KINDS = ("copy", "ema", "scaler")
+#: copies begin at multiples of so many bytes, as all that a GPU's allocator hands out
+APART = 512
 #: how many elements of a parameter are looked at between steps
 SAMPLES = 16
 #: a loss scale this far below 1 (or below the first scale) has collapsed: no scale makes the gradients finite
@@ -114,6 +119,29 @@ class OwnState:
         if slot.kind == "copy":
             self._versions[fqn] = mark(parameters[fqn])
         return found
+
+    def make_room(
+        self,
+        slots: list[Slot],
+        parameters: Mapping[str, torch.Tensor],
+        device: torch.device,
+        strides: Mapping[tuple[Any, ...], tuple[int, ...]],
+    ) -> None:
+        """Memory for all copies that are not there yet, in one piece: asked for one by one, the allocator of a GPU
+        hands out up to a megabyte more for each."""
+        specs: dict[tuple[Any, ...], Spec] = {}
+        for slot in slots:
+            if slot.kind == "copy" and slot.source not in self.tensors:
+                parameter = parameters[slot.source[1]]
+                laid = strides.get(slot.source) or tuple(torch.empty_like(parameter).stride())
+                specs[slot.source] = Spec(tuple(parameter.shape), laid, torch_dtype(slot.type.element))
+        sizes = [aligned(spec.bytes, APART) for spec in specs.values()]
+        room = torch.empty(sum(sizes), dtype=torch.uint8, device=device).untyped_storage()
+        for (source, spec), end in zip(specs.items(), itertools.accumulate(sizes), strict=True):
+            start = (end - aligned(spec.bytes, APART)) // spec.dtype.itemsize
+            part = torch.empty(0, dtype=spec.dtype, device=device).set_(room, start, spec.shape, spec.strides)
+            self.tensors[source] = part
+            self._versions.pop(source[1], None)  # `fetch` fills it
 
     def follow(self, slots: list[Slot], parameters: Mapping[str, torch.Tensor]) -> None:
         """After the step has written parameters and their copies: they agree."""

@@ -452,6 +452,7 @@ class TrainStep:
         put: Callable[[list[Any]], bool]
         own.notice_changes()
         if compiled.snapshot is None:
+            own.make_room(program.slots, parameters, compiled.device, compiled.laid)
             inputs = [self._fetch(slot, compiled, batch, created) for slot in program.slots]
             put = partial(put_first, {i: float(inputs[i]) for i in compiled.numbers})
             try:
