@@ -61,6 +61,14 @@ def backward(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -
     return [b.add(dx, z), dw, *sums(b, b.add(dx, z), z)]
 
 
+def residual(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A sum that one product reads and that is added to what another makes, and statistics between the two."""
+    s = b.relu(b.add(b.cast_to(normal(b, x, scale, shift), BF16), x))
+    y = product(b, s, w, "nhwc,oc->nhwo")
+    y = b.cast_to(normal(b, y, *sums(b, y, y)), BF16)
+    return [s, b.add(product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo"), s)]
+
+
 def of(build: Callable[..., list[Value]]) -> Op:
     images = [TensorType(IMAGE, BF16), TensorType(SMALL, BF16), TensorType((NARROW, WIDE), BF16)]
     return program([*images, TensorType((WIDE,), F32), TensorType((WIDE,), F32)], build)
@@ -114,8 +122,43 @@ def test_what_is_faster_is_one_kernel() -> None:
     assert len(fusion.bodies) == 2
 
 
+def test_a_factor_that_others_read_is_made_and_written_by_the_product() -> None:
+    function = of(residual)
+    fuse(function, bodies=Bodies(), seconds=Clock())
+    first, second = regions_of(function)
+    body = lookup(root_of(function), first.callee).regions[0].block
+    assert [op.name for op in body if op.name in ("step.relu", "step.contract", "step.sum")] == [
+        *("step.relu", "step.contract"),
+        *("step.sum", "step.sum"),  # (which it took along before)
+    ]
+    assert sorted(r.type.shape for r in first.results) == sorted([IMAGE, (N, SIDE, SIDE, NARROW), (NARROW,), (NARROW,)])
+    (image,) = (r for r in first.results if r.type.shape == IMAGE)
+    assert image in second.operands
+    assert joined(of(residual), Clock())[1] == ["nhwc,oc->nhwo", "nhwc,oc->nhwo"]
+
+
+def test_a_factor_is_not_written_where_another_kernel_must_run_between() -> None:
+    """The weight of the product is made of what reads the factor."""
+
+    def build(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+        s = b.relu(b.add(b.cast_to(normal(b, x, scale, shift), BF16), x))
+        more = b.cast_to(b.sum(b.cast_to(s, F32), dims=DIMS), BF16)
+        return [product(b, s, b.add(w, more), "nhwc,oc->nhwo"), s]
+
+    assert joined(of(build), Clock())[1] == []
+
+
+def test_a_part_of_a_value_is_no_reason_to_write_it() -> None:
+    def build(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+        s = b.relu(b.add(b.cast_to(normal(b, x, scale, shift), BF16), x))
+        return [product(b, b.slice(s, dim=2, start=0, end=SIDE, stride=2), w, "nhwc,oc->nhwo"), s]
+
+    clock = Clock()
+    assert joined(of(build), clock)[1] == [] and not clock.asked
+
+
 def test_what_is_not_faster_stays_apart() -> None:
-    for build in (forward, backward):
+    for build in (forward, backward, residual):
         assert joined(of(build), Clock(faster=False))[1] == []
         assert joined(of(build), None)[1] == []
 
@@ -129,20 +172,20 @@ def test_little_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_forbidden_is_not_measured() -> None:
     clock = Clock()
-    _, found = joined(of(forward), clock, forbid=["fuse *contract* <- *", "fuse * <- *contract*"])
-    assert found == []
+    for build in (forward, residual):
+        assert joined(of(build), clock, forbid=["fuse *contract* <- *", "fuse * <- *contract*"])[1] == []
     assert not clock.asked
 
 
 def test_a_recipe_replays() -> None:
-    for build in (forward, backward):
+    for build in (forward, backward, residual):
         fusion, found = joined(of(build), Clock())
         lines = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
         assert joined(of(build), Clock(), recipe=lines)[1] == found
 
 
 def test_what_nobody_runs_comes_apart_again() -> None:
-    for build, parts in ((forward, 4), (backward, 5)):
+    for build, parts in ((forward, 4), (backward, 5), (residual, 6)):
         function = of(build)
         types = [v.type for v in function.regions[0].block.arguments]
         inputs = [(torch.randn(t.shape) / 4).to(torch_dtype(t.element)) for t in types]
@@ -221,8 +264,8 @@ def test_triton_writes_what_is_joined() -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-    for build in (forward, backward):
+    for build in (forward, backward, residual):
         bodies = Bodies()
         fuse(of(build), bodies=bodies, seconds=clock)
-    assert len(refused) > 8
+    assert len(refused) > 12
     assert not any(refused)

@@ -258,7 +258,7 @@ def why_not(fuser: Fuser, members: Sequence[Op]) -> str:
 def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value) -> bool:
     """Whether what else a kernel reads hangs on the anchor, by way of any kernels."""
     pending = [v for m in other.members for v in m.operands if base(v) is not made and v.op not in other.members]
-    seen: set[Op] = set()
+    seen = set(other.members)
     while pending:
         op = pending.pop().op
         if op is None or op in seen:

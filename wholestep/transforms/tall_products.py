@@ -3,7 +3,8 @@
 Such a product has so few multiplications per element that it waits for memory: what makes the rows that it reads, and
 what is done to those that it makes (BatchNorm's sums, a residual gradient), costs next to nothing inside of it. Whether
 one kernel really is faster than a library's product and kernels beside it is measured, for all readers of a value
-together: it is either written once or computed by each of them. A convolution of few channels, such as that of a
+together: it is either written once or computed by each of them. What others than such products read as well, such as a
+residual sum, is written by the one that computes it on the way. A convolution of few channels, such as that of a
 photograph, is such a product for those who sum up what it makes.
 """
 
@@ -95,12 +96,14 @@ def bytes_of(piece: Piece) -> int:
 
 
 def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
-    """Lets tall products take along what makes their factors, then what reads their results; gives all kernels."""
-    products = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
-    take_faster(fuser, befores(fuser, products))
+    """Lets tall products take along what makes their factors, then what reads their results, then what makes factors
+    that others read as well; gives all kernels."""
+    tall = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
+    take_faster(fuser, befores(fuser, tall))
     images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
-    products += [op for op in images if len(fuser.groups[op].members) == 1]
+    products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
     take_faster(fuser, afters(fuser, products))
+    take_faster(fuser, on_the_way(fuser, tall))
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -199,12 +202,46 @@ def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
 
 
 def take(fuser: Fuser, own: Group, other: Group, made: Value) -> None:
-    """One kernel of a product and of one that reads what it makes, unless what was joined meanwhile stands between."""
-    if not other.members or comes_back(fuser, own, other, made):
+    """One kernel of a product and of one that reads what it makes, or makes what it reads, unless what was joined
+    meanwhile stands between."""
+    maker, reader = (own, other) if made.op in own.members else (other, own)
+    if not other.members or comes_back(fuser, maker, reader, made):
         return
     if why_not(fuser, piece_of([*own.members, *other.members], fuser.position)):
         return
     take_along(fuser, own, other)
+
+
+# ---- before a product and for others ---------------------------------------------------------------------------------
+
+
+def on_the_way(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Kernels that make large factors cheaply, each with the first tall product that may write those for all others."""
+    met: set[int] = set()
+    for op in products:
+        own = fuser.groups[op]
+        for seen in op.operands:
+            value = base(seen)
+            maker = fuser.groups.get(value.op) if value.op is not None else None
+            if maker is None or maker is own or id(maker) in met or value.type.bytes < again.LEAST:
+                continue
+            if seen.type.size != value.type.size or again.is_forbidden(fuser, value, own):
+                continue
+            if {fuser.half(m) for m in maker.members} != {fuser.half(op)} or not makes_only(fuser, maker, value):
+                continue
+            whole = piece_of([*maker.members, *own.members], fuser.position)
+            old = [piece_of(g.members, fuser.position) for g in (maker, own)]
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, maker, value))
+            if choice.worth_it and not comes_back(fuser, maker, own, value) and not why_not(fuser, whole):
+                met.add(id(maker))
+                yield choice
+                break  # (it is measured with one of them)
+
+
+def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
+    """Whether a kernel is nothing but cheap ops that make a value."""
+    work = {op for op in again.makers(value, set(maker.members)) if not is_view(op)}
+    return work == set(maker.members) and all(map(fuser.is_fusible, work))
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

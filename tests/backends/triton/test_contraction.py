@@ -104,6 +104,33 @@ def _(b, x, w):
     return b.contract(b.exp(x), b.reciprocal(b.add(w, 9.0)), spec="mk,nk->mn")
 
 
+@case(
+    "residual sum on load and stored as well, statistics on store",
+    *((150, 37), (150, 37), (52, 37), ((37,), F32), ((37,), F32)),
+)
+def _(b, x, r, w, scale, shift):
+    normal = b.add(b.mul(b.cast(x, dtype=F32), scale), shift)
+    z = b.relu(b.cast(b.add(normal, b.cast(r, dtype=F32)), dtype=w.type.element))
+    y = b.cast(b.contract(z, w, spec="mk,nk->mn"), dtype=F32)
+    return [z, y, b.sum(y, dims=(0,)), b.sum(b.mul(y, y), dims=(0,))]
+
+
+@case("outputs that nothing of the product is in, as it lies and as a factor does", (70, 37), (52, 37), (70, 52))
+def _(b, x, w, r):
+    return [b.relu(r), b.add(b.contract(x, w, spec="mk,nk->mn"), r), b.neg(x)]
+
+
+@case("both factors stored, batches", (2, 70, 37), (2, 52, 37))
+def _(b, x, w):
+    x, w = b.exp(x), b.relu(w)
+    return [x, b.contract(x, w, spec="bmk,bnk->bmn"), w]
+
+
+@case("something else is computed from factors and stored", (300, 40), (300, 36))
+def _(b, x, y):
+    return [b.exp(x), b.contract(x, y, spec="km,kn->mn"), b.neg(y)]
+
+
 @case("sum of squares, row sums, column sums", (2, 70, 20), (2, 20, 36))
 def _(b, x, y):
     z = b.cast(b.contract(x, y, spec="bmk,bkn->bmn"), dtype=F32)
@@ -147,6 +174,16 @@ NHWC = (0, 2, 3, 1)
 @case("1x1 convolution channels-last", ((2, 20, 6, 7), None, NHWC), (36, 20, 1, 1), (36,))
 def _(b, x, w, bias):
     return b.relu(b.conv(x, w, bias, stride=(1, 1), padding=(0, 0), dilation=(1, 1)))
+
+
+@case(
+    "1x1 convolution channels-last of a sum that is stored",
+    *(((2, 20, 6, 7), None, NHWC), ((2, 20, 6, 7), None, NHWC), (36, 20)),
+)
+def _(b, x, r, w):
+    z = b.relu(b.add(x, r))
+    y = b.transpose(b.contract(b.transpose(z, order=NHWC), w, spec="nhwc,oc->nhwo"), order=(0, 3, 1, 2))
+    return [b.sum(b.cast(y, dtype=F32), dims=(0, 2, 3)), z, y]
 
 
 @case(
@@ -311,7 +348,10 @@ def test_every_configuration(child: Ask) -> None:
     assert_right(child("derivative of the activation and column sums", "bf16", every=True), least=4)
 
 
-@pytest.mark.parametrize("name", ["weight gradient with a long sum", "long sum, batches"])
+@pytest.mark.parametrize(
+    "name",
+    ["weight gradient with a long sum", "long sum, batches", "something else is computed from factors and stored"],
+)
 def test_split_sums(child: Ask, name: str) -> None:
     """Evenly and not, with and without a rest of the last tile."""
     tiles = [dict(m=64, n=32, k=k, warps=4, stages=2, split=s) for k, s in ((64, 2), (32, 5), (16, 20))]
@@ -328,7 +368,11 @@ def test_pieces(child: Ask, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["scale, shift and activation on load, statistics on store", "derivative of the activation and column sums"],
+    [
+        "scale, shift and activation on load, statistics on store",
+        "derivative of the activation and column sums",
+        "residual sum on load and stored as well, statistics on store",
+    ],
 )
 def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
     """Whole columns and parts of them, more programs than tiles and fewer, rows that several warps or one have."""
@@ -385,7 +429,14 @@ X, W = TensorType((40, 24), F32), TensorType((32, 24), F32)
         ([X, W], lambda b, x, w: b.add(b.contract(x, w, spec="mk,nk->mn"), b.contract(b.exp(x), w, spec="mk,nk->mn")),
          "several"),
         ([X, W], lambda b, x, w: [b.contract(x, w, spec="mk,nk->mn"), b.sum(x, dims=(0,))], "beside the product"),
-        ([X, W], lambda b, x, w: [b.contract(x, w, spec="mk,nk->mn"), b.exp(x)], "rows and columns"),
+        ([X, W], lambda b, x, w: [b.contract(x, w, spec="mk,nk->mn"), b.exp(x)], ""),
+        ([X, W, TensorType((40, 1), F32)],
+         lambda b, x, w, v: [b.contract(b.mul(x, b.exp(v)), w, spec="mk,nk->mn"), b.exp(v)], "rows and columns"),
+        ([X, W, TensorType((24,), F32)],
+         lambda b, x, w, v: [b.contract(b.mul(x, b.exp(v)), w, spec="mk,nk->mn"), b.exp(v)], "part of a factor"),
+        ([TensorType((3, 40, 24), F32), TensorType((3, 24, 32), F32), TensorType((24, 32), F32)],
+         lambda b, x, y, v: [b.contract(x, b.mul(y, b.exp(v)), spec="bmk,bkn->bmn"), b.exp(v)],
+         "part of a factor"),
         ([TensorType((4, 10, 24), F32), W], lambda b, x, w: b.sum(b.contract(x, w, spec="abk,nk->abn"), dims=(1,)),
          "part of the rows"),
     ],
@@ -427,12 +478,44 @@ def test_programs_stay_where_memory_is_waited_for() -> None:
     assert not any(" by" in c.name for c in [*big(8192, 3072, 768), *big(8192, 256, 64), *big(64, 256, 200_000)])
 
 
+def stored_sum(m: int, n: int, k: int) -> tuple[Op, list[Spec]]:
+    """A product of a sum that is stored as well."""
+    half = ir_dtype(torch.bfloat16)
+    types = [TensorType(shape, half) for shape in ((m, k), (m, k), (n, k))]
+
+    def build(b: StepBuilder, x: Any, r: Any, w: Any) -> Any:
+        z = b.add(x, r)
+        return [z, b.contract(z, w, spec="mk,nk->mn")]
+
+    function, results = loops(types, build)
+    return function, [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+
+
+def test_a_factor_is_stored_once() -> None:
+    """By the programs of one column, none of whose operands it may lie over: those of other columns read them still."""
+    pytest.importorskip("triton")
+    from wholestep.backends.generated import overwritable
+    from wholestep.backends.triton.contraction import Contraction, Tile, candidates
+
+    function, specs = stored_sum(4096, 128, 128)
+    product = Contraction(function, specs)
+    for programs in (0, 8):
+        for n, where in ((128, ""), (64, ", mask=(column == 0)")):
+            made = product.generate(Tile(64, n, 128, 4, 2, programs=programs)).source
+            (line,) = (line for line in made.splitlines() if "tl.store(p3 " in line)
+            assert line.endswith(f"{where})") and ("mask" in line) == bool(where)
+    assert overwritable(function, specs[:3], specs[3:]) == [frozenset(), frozenset()]
+    first, *_ = candidates(*stored_sum(50176, 256, 1024))
+    assert "x256x" in first.name  # the tiles of one column read it all once
+
+
 def test_candidates_are_the_same_every_time() -> None:
     assert [(c.name, c.key) for c in big(512, 256, 300)] == [(c.name, c.key) for c in big(512, 256, 300)]
 
 
 def test_compiles_for_hopper() -> None:
-    """The best guess for a large layer: it fits, nothing spills, and tensor cores multiply. Rows that are looked up."""
+    """The best guess for a large layer: it fits, nothing spills, and tensor cores multiply. Rows that are looked up. A
+    sum that is stored as well."""
     triton = pytest.importorskip("triton")
     if not Path(triton.knobs.nvidia.ptxas.path).exists():
         pytest.skip("Triton has no ptxas here")
@@ -446,7 +529,8 @@ def test_compiles_for_hopper() -> None:
     lookup, results = kernel(name, low)
     types = [*types_of(CASES[name][0], low), *results]
     specs = [Spec(tuple(t.shape), strides_of(t.shape), torch_dtype(t.element)) for t in types]
-    made = [big(8192, 256, 768, after=after)[0], contraction.candidates(lookup, specs)[0]]
+    stored = contraction.candidates(*stored_sum(65536, 64, 256))[0]
+    made = [big(8192, 256, 768, after=after)[0], contraction.candidates(lookup, specs)[0], stored]
     for info in compile_for(made, 90).values():
         assert not isinstance(info, Exception), info
         assert info.spills == 0 and info.shared <= 227 * 1024

@@ -2,7 +2,8 @@
 
 Such a kernel has one sum of products whose factors share summed dimensions and differ in others: its rows and columns.
 What computes a factor is written into the loop over tiles, what follows on the tile of sums (`contraction_text.py`).
-All of it is read off the access maps.
+What makes a factor may be an output as well: it is stored by the programs of one column, or row, of tiles. All of it
+is read off the access maps.
 """
 
 from __future__ import annotations
@@ -113,8 +114,11 @@ class Contraction:
             for result in op.results:
                 self.behind[result] = found | ({op} if op.definition is Reduce else set())
         stores = [op for op in self.walk.ops if op.definition is Store]
+        #: outputs made of sums of the result; those that lie along what is summed over, as factors do; all others
         self.after = [s for s in stores if self.behind[s.operands[0]] & set(self.others)]
-        self.stores = [s for s in stores if s not in self.after]
+        summed = frozenset(self.dot.attributes["dims"])
+        self.early = [s for s in stores if not self.behind[s.operands[0]] and self.reach(s) & summed]
+        self.stores = [s for s in stores if s not in self.after and s not in self.early]
         self.arrange()
         self.check()
 
@@ -155,8 +159,8 @@ class Contraction:
         self.sums = [self.sum_of(op) for op in self.others]
 
     def fastest(self) -> int | None:
-        """The dimension along which the largest output is written in the smallest steps."""
-        outputs = [self.walk.accesses[op] for op in self.walk.ops if op.definition is Store]
+        """The dimension along which the product's largest output is written in the smallest steps."""
+        outputs = [self.walk.accesses[op] for op in (*self.stores, *self.after)]
         largest = next(a for a in self.walk.heavy() if a in outputs).offset
         return min(largest.dims, key=lambda d: abs(largest.terms[d]), default=None)
 
@@ -198,6 +202,10 @@ class Contraction:
         result = frozenset().union(*(self.groups[n] for n in "zmn"))
         if any(self.reach(op) != result for op in self.stores):
             raise NoText("an output does not lie along the rows and columns of the product")
+        if any(op not in self.stored_with(0) + self.stored_with(1) for op in self.early):
+            raise NoText("an output lies along a part of a factor")
+        if self.early and self.rows is not None:
+            raise NoText("it stores a factor that is walked by rows of windows")
         for op in self.walk.ops:
             for r in {r for v in op.operands for r in self.behind.get(v, ()) if r in self.others and r is not op}:
                 if self.reach(op) & frozenset(r.attributes["dims"]):
@@ -222,9 +230,15 @@ class Contraction:
         """The reductions that what an op takes is made of."""
         return frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
 
+    def stored_with(self, number: int) -> list[Op]:
+        """The outputs that lie as one of the factors does."""
+        own = frozenset().union(*(self.groups[n] for n in ("z", "mn"[number], "k")))
+        return [op for op in self.early if self.reach(op) == own]
+
     def plain(self, factor: Value) -> bool:
-        """Whether a factor is a tensor as it lies in memory."""
-        return factor.op is not None and factor.op.definition is Load
+        """Whether a factor is a tensor as it lies in memory, which nothing else is computed from on the way."""
+        stored = self.makers(op.operands[0] for op in self.early)
+        return factor.op is not None and factor.op.definition is Load and factor.op not in stored
 
     def makers(self, values: Iterable[Value]) -> list[Op]:
         """The ops that some numbers are made of, up to the product."""
@@ -277,6 +291,7 @@ class Contraction:
                 stays=self.stays,
                 run=self.dims["k"][-1].size if self.rows is not None and self.stays else 0,
                 meets=self.meets,
+                stored=(bool(self.stored_with(0)), bool(self.stored_with(1))),
             )
         )
 

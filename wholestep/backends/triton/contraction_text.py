@@ -3,7 +3,8 @@
 The first function walks tiles of the summed dimension with `tl.dot` and then writes the tile of results. Sums of the
 result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
 split over programs, a second function adds up the parts and writes the results. Where it is short, a program may stay
-for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
+for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums. Outputs that lie as
+a factor does are stored where that is computed, by one of the programs that compute it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +24,7 @@ from .families import TORCH, Function, Generated, power_of_two
 from .generate import interpreting
 from .scalars import Number, accumulator_type, combined, neutral
 from .text import Axis, Text, axis, module_text
-from .walk import Dim
+from .walk import Access, Dim
 
 #: tiles of rows that are walked together, so that they share what they read of the columns
 GROUP = 8
@@ -43,6 +44,8 @@ class Side(Text):
     mark: str = ""
     #: a factor that is a load: it stays in its own type
     raw: Value | None = None
+    #: per output that several programs compute alike: which of them stores it
+    only: dict[int, str] = field(default_factory=dict)
 
     def fresh(self, prefix: str = "v") -> str:
         return f"{self.mark}_{super().fresh(prefix)}"
@@ -56,6 +59,10 @@ class Side(Text):
             wide = bare == number.text and own != number.type  # inside of what guards a row that is looked up
             number = Number(f"{bare}.to({own})" if wide else bare, own)
         super().bind(value, number)
+
+    def guards(self, access: Access) -> list[str]:
+        own = self.only.get(access.argument)
+        return [*super().guards(access), *([] if own is None else [own])]
 
 
 @dataclass
@@ -126,29 +133,29 @@ class Writer:
         ]
         result = Side(walk, (self.z, self.m, self.n), "dot", lines, mark="c")
         self.places(result)
-        for side, factor, place in zip(sides, (row, column), ("row", "column"), strict=True):
-            assert factor.op is not None
-            side.raw = factor if product.plain(factor) else None
-            own = [factor.op]
-            side.ready(side.needed(own))
+        targets = [
+            self.computed(0, sides[0], "column", self.n.blocks),
+            self.computed(1, sides[1], "row", self.m.blocks),
+        ]
+        for side, ops, place in zip(sides, targets, ("row", "column"), strict=True):
+            side.ready(side.needed(ops))
             side.start(self.z, "batch")
-            side.ready(side.needed(own))
+            side.ready(side.needed(ops))
             side.start(side.axes[1], f"{place} * {side.axes[1].block}")
-            side.ready(side.needed(own))
+            side.ready(side.needed(ops))
         blocks = -(-size // tile.k)
         each = -(-blocks // tile.split) * tile.k
         result.line(f"total = tl.zeros(({tile.m}, {tile.n}), tl.float32)")
         result.line(f"for k in tl.range(0, {each if tile.split > 1 else size}, {tile.k}, num_stages={tile.stages}):")
         texts = []
-        for side, factor in zip(sides, (row, column), strict=True):
-            assert factor.op is not None
+        for side, factor, ops in zip(sides, (row, column), targets, strict=True):
             side.depth += 1
             own_axis = side.axes[2]
             side.start(own_axis, "k" if tile.split == 1 else f"part * {each} + k")
             if blocks % tile.split and own_axis.name not in side.masks:  # the last part is shorter
                 side.masks[own_axis.name] = f"in_{own_axis.name}"
                 side.line(f"in_{own_axis.name} = {own_axis.name} < {size}")
-            side.ready(side.needed([factor.op]))
+            side.ready(side.needed(ops))
             texts.append(self.factor(side, factor))
         sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{self.precision})")
         grid = self.z.size * self.m.blocks * self.n.blocks
@@ -171,15 +178,16 @@ class Writer:
         text.line(f"column = pid % {self.n.blocks}")
         text.line(f"first = pid // {self.n.blocks}")
         rounds = [self.round(lines, k) for k in range(0, product.size["k"], tile.k)]
+        targets = [
+            (self.computed(0, a, "column", self.n.blocks), self.computed(1, b, "first", self.stay)) for a, b in rounds
+        ]
         for number, (a, b) in enumerate(rounds):
-            for side, factor in ((a, row), (b, column)):
-                assert factor.op is not None
-                side.raw = factor if product.plain(factor) else None
+            for side, ops in zip((a, b), targets[number], strict=True):
                 side.start(self.z, "0")
                 side.start(side.axes[2], f"{number * tile.k}")
                 if side is b:
                     side.start(self.n, f"column * {tile.n}")
-                side.ready(side.needed([factor.op]))
+                side.ready(side.needed(ops))
             b.line(f"weights{number} = {self.factor(b, column)}")
         wanted = [*product.stores, *product.others]
         text.names[product.dot.results[0]] = Number("total", "tl.float32")
@@ -191,11 +199,10 @@ class Writer:
         for number, _ in enumerate(product.sums):
             text.line(f"sum{number} = tl.zeros({(*shape, tile.n)}, tl.float32)")
         text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}, num_stages={tile.stages}):")
-        assert row.op is not None
         for number, (a, _) in enumerate(rounds):
             a.depth = text.depth = 2
             a.start(self.m, f"row * {tile.m}")
-            a.ready(a.needed([row.op]))
+            a.ready(a.needed(targets[number][0]))
             if not number:
                 text.start(self.m, f"row * {tile.m}")
                 text.ready(beside)  # what else is read is under way while factors are multiplied
@@ -284,6 +291,16 @@ class Writer:
     def precision(self) -> str:
         """f32 is multiplied exactly."""
         return ', input_precision="ieee"' if str(self.product.factors[0].type) == "f32" else ""
+
+    def computed(self, number: int, side: Side, place: str, blocks: int) -> list[Op]:
+        """What a side computes: its factor and outputs that lie as it does, which the first of some blocks stores."""
+        product, factor = self.product, self.product.factors[number]
+        assert factor.op is not None
+        side.raw = factor if product.plain(factor) else None
+        stored = product.stored_with(number)
+        if blocks > 1:
+            side.only = {product.walk.accesses[op].argument: f"({place} == 0)" for op in stored}
+        return [factor.op, *stored]
 
     def factor(self, side: Side, factor: Value) -> str:
         """A factor over its whole tile in the type it is multiplied in, 0 outside of the summed dimension."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .families import PROCESSORS, power_of_two
 
@@ -38,6 +38,8 @@ EXACT = [(64, 64, 32, 4, 2), (128, 64, 16, 8, 2), (64, 128, 16, 8, 2), (32, 64, 
 MOST = 6
 #: multiplications per element that is read or written below which a product waits for memory
 RIDGE = 256
+#: the same for programs that stay where a factor is computed, which they do not do while they multiply
+RIDGE_COMPUTED = 64
 #: the longest sum that a program takes in one step, and the fewest rows for which programs stay
 LONGEST = 256
 MANY = 4 * 64 * PROCESSORS
@@ -57,6 +59,8 @@ class Tile:
     pieces: int = 1
     #: as many programs, each for many tiles of rows and for the whole summed dimension; 0: one for each tile
     programs: int = 0
+    #: whether it may be the best, by what others have shown: the rest is for those who try everything
+    likely: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
         shared = f" split{self.split}" if self.split > 1 else f" in{self.pieces}" if self.pieces > 1 else ""
@@ -92,6 +96,8 @@ class Demand:
     run: int = 0
     #: whether results are added up, as those of programs that share a sum
     meets: bool = False
+    #: whether what a factor is made of is stored as well
+    stored: tuple[bool, bool] = (False, False)
 
 
 def choices(demand: Demand) -> list[Tile]:
@@ -107,8 +113,29 @@ def choices(demand: Demand) -> list[Tile]:
             for split in splits(tile, demand):
                 own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
                 made[own] = cost(own, demand)
-    found, stay = sorted(made, key=lambda t: made[t]), [*by_runs(demand), *staying(demand)][: MOST - 2]
+    found = sorted(made, key=lambda t: (comes_again(t, demand), made[t]))
+    stay = [*by_runs(demand), *staying(demand)][: MOST - 2]
+    found = [t if not stay and is_likely(t, found[0], demand) else replace(t, likely=False) for t in found]
     return [*stay[:2], *found[:2], *stay[2:], *found[2:]][:MOST]  # (the first of both kinds: often no more are timed)
+
+
+def comes_again(tile: Tile, demand: Demand) -> bool:
+    """Whether several programs read all that a factor is made of, and only one of them stores it."""
+    return (demand.stored[0] and tile.n < demand.n) or (demand.stored[1] and tile.m < demand.m)
+
+
+def is_likely(tile: Tile, guess: Tile, demand: Demand) -> bool:
+    """Whether a tile may beat the best guess: not one that computes factors more often or sums fewer at a time for
+    nothing, nor one of many sums per thread, of each of which much is made: it takes longest to compile."""
+    rows, columns = demand.plain
+    again = (not rows and tile.n < guess.n) or (not columns and tile.m < guess.m)
+    shorter = rows and columns and tile.k < guess.k
+    long = demand.after > 6 and sums_per_thread(tile) > 64
+    return not (again or shorter or long)
+
+
+def sums_per_thread(tile: Tile) -> int:
+    return tile.m * tile.n // (32 * tile.warps)
 
 
 def staying(demand: Demand) -> list[Tile]:
@@ -118,7 +145,8 @@ def staying(demand: Demand) -> list[Tile]:
         return []
     found = []
     whole = max(16, min(power_of_two(demand.n), 256))
-    most = 64 if demand.after <= 12 else 32  # sums of a thread, beside which what is made of them is in registers
+    # sums of a thread, beside which what is made of them is in registers
+    most = 64 if demand.after <= 8 else 32 if demand.after <= 16 else 16
     for m, n, warps in itertools.product((64, 128), (whole, whole // 2), (4, 8)):
         if n < 16 or not 8 <= m * n // (32 * warps) <= most or (n < whole and whole < 128):
             continue
@@ -131,7 +159,7 @@ def staying(demand: Demand) -> list[Tile]:
                 columns = -(-demand.n // n)
                 found.append(replace(tile, programs=PROCESSORS * at_once // columns * columns))
                 break
-    return sorted(found, key=lambda t: -t.programs * t.warps)
+    return sorted(found, key=lambda t: (t.stages < 3, -t.programs * t.warps))  # those with two loads under way first
 
 
 def by_runs(demand: Demand) -> list[Tile]:
@@ -160,14 +188,17 @@ def staying_bytes(tile: Tile, demand: Demand) -> int:
     """
     ahead = tile.stages - 1
     rows = tile.m * tile.k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
-    anew = max(tile.m * tile.n * demand.written, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
+    wide = demand.beside > 0 and sums_per_thread(tile) >= 64  # (it is then laid out before it is rounded)
+    results = tile.m * tile.n * (4 if wide else demand.written)
+    anew = max(results, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
     return tile.n * tile.k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
 
 
 def waits_for_memory(demand: Demand) -> bool:
     """Whether a product has so few multiplications per element that memory is what it waits for."""
+    ridge = RIDGE if demand.plain[0] else RIDGE_COMPUTED
     moved = demand.z * (demand.m * demand.k + demand.n * demand.k + demand.m * demand.n)
-    return demand.bytes < 4 and demand.z * demand.m * demand.n * demand.k < RIDGE * moved
+    return demand.bytes < 4 and demand.z * demand.m * demand.n * demand.k < ridge * moved
 
 
 def pieces(tile: Tile, demand: Demand) -> int:
