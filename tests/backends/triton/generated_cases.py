@@ -199,6 +199,38 @@ def test_nan_and_infinity_in_rows(built):
             torch.testing.assert_close(given[1].cpu(), right, equal_nan=True)
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("element", [F32, BF16], ids=str)
+def test_a_maximum_and_the_exponentials_below_it_from_one_walk(element, guarded, built):
+    """Numbers that grow and fall along a row, rows of the least number, of infinities, with a NaN."""
+    dtype, least = {F32: torch.float32, BF16: torch.bfloat16}[element], torch.finfo(torch.float32).min
+    x = torch.randn(9, 53) * 4
+    x[0], x[1], x[2], x[3] = torch.arange(53.0), -torch.arange(53.0), least, float("-inf")
+    x[4, :40], x[5, 7], x[6, 50], x[7, 1:] = least, float("nan"), float("inf"), float("-inf")
+    x = x.to(dtype)
+
+    def both(b, x):
+        wide = b.cast(x, dtype=F32)
+        most = b.amax(wide, dims=(1,), keepdim=True)
+        most = b.select(b.eq(b.abs(most), float("inf")), 0.0, most) if guarded else most
+        total = b.sum(b.exp(b.sub(wide, most)), dims=(1,), keepdim=True)
+        return [total, b.exp(b.sub(wide, b.add(b.log(total), most)))]
+
+    most = x.float().amax(1, keepdim=True)
+    most = torch.where(most.abs() == float("inf"), 0.0, most) if guarded else most
+    total = torch.exp(x.float() - most).sum(1, keepdim=True)
+    right = [total, torch.exp(x.float() - (total.log() + most))]
+    kernel = of_step([T(9, 53, e=element)], both)
+    given = on_device([x, *map(torch.empty_like, right)])
+    family = Family(kernel, [spec(t) for t in given])
+    for config in (Rows(1, 16, 1, looped=True), Rows(1, 64, 1, looped=True), Rows(1, 4, 1, looped=True, stages=3)):
+        candidate = generate.candidate(family, config)
+        assert candidate.source.count("for c0 in") == 2  # and one to write
+        ready(built, candidate)(*given, *scratch_of(candidate))
+        for found, want in zip(given[1:], right, strict=True):
+            torch.testing.assert_close(found.cpu(), want, equal_nan=True)
+
+
 def test_random_numbers_are_those_of_torch_ops(built):
     """Bit for bit, by whole blocks of words and one by one."""
     for shape in ((6, 8), (5, 7)):

@@ -18,6 +18,7 @@ from ...dialects.loop import Reduce, Store, schedule
 from ...ir.core import Op, Value
 from ..kernels import Spec
 from .cases import stretches
+from .online import Online, pairs
 from .scalars import NoText, accumulator_type, combined, neutral, number_type
 from .text import Axis, Text, axis, module_text
 from .walk import Dim, Walk, fast_dim
@@ -393,8 +394,12 @@ class Family:
             now = [op for op in left if not self.behind[op.operands[0]] & set(left)]
             values = text.needed([v.op for op in now for v in op.operands if v.op is not None])
             text.ready(values)
+            at_once = [Online(text, pair, c) for pair in pairs(self, now, left)] if config.rows == 1 else []
+            paired = {op for o in at_once for op in (o.pair.maximum, o.pair.sum)}
             totals = []
             for op in now:
+                if op in paired:
+                    continue
                 axes = [a for a in (r, c) if a is c or a in text.value_axes(op.operands[0])]
                 totals.append((op, text.accumulator(op, axes), axes))
             with text.loop(f"c0 in {along}"):
@@ -402,9 +407,13 @@ class Family:
                 text.ready(values)
                 for op, name, axes in totals:
                     text.accumulate(name, op, axes)
+                for one in at_once:
+                    one.step()
             for op, name, axes in totals:
                 text.known(op, text.total(op, name, axes, [c]))
-            left = [op for op in left if op not in now]
+            for one in at_once:
+                one.finish()
+            left = [op for op in left if op not in now and op not in paired]
         last = text.needed(targets)
         text.ready(last)
         for op in self.across:
