@@ -386,6 +386,10 @@ def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
     provider.launcher = launcher  # type: ignore[method-assign]
     Choices(CPU, [provider]).decide([region(8), region(16)])
     assert provider.tried == {8: ["first", "second", "third"], 16: ["first"]}
+    both = Several()
+    both.launcher = launcher  # type: ignore[method-assign]
+    Choices(CPU, [both], heaviest=2).decide([region(8), region(16)])
+    assert both.tried[8] == ["first", "second", "third"] and len(both.tried[16]) > 1
     everything = Several()
     Choices(CPU, [everything], products=True).decide([region(8), region(16)])
     assert everything.tried == {8: ["first", "second", "third"], 16: ["first", "second", "third"]}

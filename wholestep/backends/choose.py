@@ -47,6 +47,9 @@ MARGIN_OF_PRODUCTS = 0.98
 SPARES = 2
 #: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
 HEAVY, MORE = 0.7, 3
+#: and on a GPU, whose kernels compile while others are timed, so many of the heaviest in any case: a step of equal
+#: layers has few regions, each of which runs often
+HEAVIEST = 12
 #: a region whose best guess takes at most so many times as long as its bytes do has nothing to gain
 NEAR = 1.2
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
@@ -89,6 +92,8 @@ class Choices:
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "build": 0.0, "measure": 0.0})
     #: bytes per second of the device's memory, where they are known
     bandwidth: float = math.inf
+    #: so many regions are tried in other ways however little they weigh
+    heaviest: int = 0
     #: the providers that take part now
     contenders: list[Provider] = field(init=False)
 
@@ -201,8 +206,8 @@ class Choices:
         taken = {c: launches[c.region.key] * w for c in contests if not math.isnan(w := weight(c))}
         share = math.inf if self.products else HEAVY * sum(taken.values())
         found, so_far = [], 0.0
-        for contest in sorted(taken, key=lambda c: -taken[c]):
-            if so_far >= share:
+        for place, contest in enumerate(sorted(taken, key=lambda c: -taken[c])):
+            if so_far >= share and (place >= self.heaviest or not taken[contest]):
                 break
             so_far += taken[contest]
             if contest.left if contest.kept is None else not contest.kept.whole:
@@ -688,6 +693,7 @@ def choices_for(
     choices = Choices(device, providers, kept, bool(measure), measure == "max")
     if device.type == "cuda":
         known = find_description(torch.cuda.get_device_name(device))
+        choices.heaviest = HEAVIEST
         choices.bandwidth = known.bandwidth if known is not None and known.kind == "cuda" else math.inf
     if measure and choices.ahead is not None and kept.is_empty():
         choices.ahead[1].start()
