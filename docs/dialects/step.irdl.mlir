@@ -1643,8 +1643,11 @@ irdl.dialect @step {
     %c6 = irdl.base "#builtin.integer"
     %c7 = irdl.base "#builtin.float"
     %c8 = irdl.any_of(%c6, %c7)
+    %c9 = irdl.is true
+    %c10 = irdl.is false
+    %c11 = irdl.any_of(%c9, %c10)
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
-    irdl.attributes { "dims" = %c2, "keepdim" = %c5, "correction" = %c8 }
+    irdl.attributes { "dims" = %c2, "keepdim" = %c5, "correction" = %c8, "exact_zero" = %c11 }
   }
 }

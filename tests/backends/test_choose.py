@@ -5,6 +5,7 @@ Providers here are made of ATen's own kernels with something done to them.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sqlite3
@@ -135,6 +136,20 @@ def test_a_bad_way_is_excluded_with_its_reason(how: str) -> None:
     chosen = choices.known[wanted.key]
     assert (chosen.provider, chosen.run) == ("aten", None)
     assert [(t.name, why in t.why) for t in chosen.excluded] == [("aped:one", True)], chosen.excluded
+
+
+def test_a_full_disk_of_a_compiler_is_one_warning_and_what_it_chose_is_not_kept(tmp_path: Path) -> None:
+    """Triton writes to a folder of its own, in other processes, and its kernels are then "not built"."""
+    error, slow = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), type("Slow", (Aped,), {"name": "slow"})
+    full = type("Full", (Aped,), {"launcher": lambda self, r: error})
+    store, wanted = Store("a machine", tmp_path), [region(), region(16)]
+    with pytest.warns(UserWarning) as said:
+        Choices(CPU, [Aten(), full(), slow()], store).decide(wanted)
+    (text,) = [str(w.message) for w in said]
+    assert "not built (No space left on device)" in text and str(tmp_path) in text and "TRITON_CACHE_DIR" in text
+    assert not store.rows()
+    Choices(CPU, [Aten(), Aped(), slow()], store).decide(wanted)
+    assert len(store.rows()) == len(wanted)
 
 
 def test_a_way_that_breaks_the_device_ends_one_process_and_no_other(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from torch import nn
 
 import wholestep as ws
 from tests.dialects.step.samples import SAMPLES
+from wholestep.backends import kernels
 from wholestep.backends.kernels import COPY, NEW, OUT, Number, Operand, Spec, out_form, trace
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.plan.planner import planned_function
 from wholestep.runtime.bound import BoundPlan
+from wholestep.runtime.calls import Watched
 from wholestep.runtime.executor import Executable
 
 CPU = torch.device("cpu")
@@ -127,18 +131,34 @@ def test_what_decides_by_data_runs_as_a_whole() -> None:
     assert why and [s.kind for s in kernel.steps] == [NEW]
 
 
-@pytest.mark.parametrize("name", ["replication_pad2d", "reflection_pad2d_backward", "adaptive_avg_pool2d"])
+@pytest.mark.parametrize(
+    "name", ["replication_pad2d", "reflection_pad2d_backward", "adaptive_avg_pool2d", "max_unpool2d"]
+)
 def test_who_lays_its_out_tensor_out_anew_is_not_given_one(name: str) -> None:
     assert out_form(getattr(torch.ops.aten, name).default, "cpu") is None
 
 
-def test_a_pad_of_images_with_channels_last_trains_as_in_eager() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_pad_of_images_with_channels_last_trains_as_in_eager(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known to lay tensors out anew, it is seen to in the first step and copied from; others are watched once."""
+    if not known:
+        monkeypatch.setattr(kernels, "out_form", out_form.__wrapped__)
+        monkeypatch.setattr(kernels, "RELAYS", re.compile("nothing"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.ReplicationPad2d((0, 1, 1, 0)), nn.Conv2d(3, 2, 2))
     model, x = model.to(memory_format=torch.channels_last), torch.randn(2, 2, 5, 4)
-    before = [p.detach().clone() for p in model.parameters()]
-    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ws.compile(model, lambda m, x: m(x).square().sum(), optimizer, (x,), providers=["aten"])(x)
-    for old, new, gradient in zip(before, model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(old - new.detach(), gradient, rtol=1e-4, atol=1e-4)
+    step = ws.compile(model, lambda m, x: m(x).square().sum(), optimizer, (x,), providers=["aten"])
+    for number in range(2):
+        before = [p.detach().clone() for p in model.parameters()]
+        wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step(x)
+        told = [str(w.message) for w in said if "where it is told to" in str(w.message)]
+        assert bool(told) == (not known and number == 0) and all("replication_pad2d_backward" in t for t in told)
+        for old, new, gradient in zip(before, model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(old - new.detach(), gradient, rtol=1e-4, atol=1e-4)
+    static = step._compiled.static
+    assert static is not None and static.bound is not None
+    assert sum(isinstance(call, Watched) for call, _, _ in static.bound.calls) == (not known)

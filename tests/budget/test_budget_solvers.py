@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 
 import pytest
@@ -11,6 +13,7 @@ from wholestep.budget.choice import Choice, Segments, cut, measure
 from wholestep.budget.exact import Exact
 from wholestep.budget.graph import Graph, Memory, Node
 from wholestep.budget.greedy import Greedy
+from wholestep.budget.silence import without_highs_lines
 from wholestep.budget.templates import Template, find_templates
 
 
@@ -134,3 +137,17 @@ def test_templates_lose_nothing_on_a_chain_of_layers(layers):
         assert solved is not None
         best = min(c.seconds for c in choices if c.memory <= limit)
         assert solved.choice.seconds == pytest.approx(best, rel=1e-5)
+
+
+def test_lines_of_the_solver_do_not_reach_standard_output_and_those_of_others_do(capfd):
+    library = ctypes.CDLL(None)
+    library.printf(b"before\n")  # C holds it back
+    with without_highs_lines():
+        library.printf(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n")
+        os.write(1, b"another thread's\n")
+    print("after", flush=True)
+    assert capfd.readouterr().out.splitlines() == ["before", "another thread's", "after"]
+    with pytest.raises(KeyError), without_highs_lines():
+        raise KeyError
+    print("still here", flush=True)
+    assert capfd.readouterr().out == "still here\n"

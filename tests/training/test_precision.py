@@ -502,3 +502,22 @@ def test_what_the_user_takes_out_of_autocast_stays_in_float32(precision: str, dt
     torch.testing.assert_close(step(x)["y"], expected, rtol=1e-6, atol=1e-7)
     low = precision.replace("fp", "f")
     assert {k: list(v) for k, v in step.report().precision.items()} == {"high": ["f32"], "low": [low]}
+
+
+def test_instance_norm_rounds_where_autocast_does() -> None:
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(4, affine=True)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.normal_()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 2, 3))
+    x, target, twin = torch.randn(2, 3, 10, 10), torch.randn(2, 2, 6, 6), copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = twin(x)
+    F.mse_loss(out.float(), target).backward()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    ws.compile(model, F.mse_loss, optimizer, (x, target), precision="bf16", providers=["aten"])(x, target)
+    for name, parameter in twin.named_parameters():
+        gradient = before[name] - model.get_parameter(name).detach()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)

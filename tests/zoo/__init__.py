@@ -6,11 +6,9 @@ saying why; they are not in `ZOO`.
 
 from .entry import Batch, Entry
 from .own_models import OWN
-from .own_models import UNCAPTURABLE as OWN_UNCAPTURABLE
-from .transformers_models import TRANSFORMERS
-from .transformers_models import UNCAPTURABLE as TRANSFORMERS_UNCAPTURABLE
+from .transformers_models import TRANSFORMERS, UNCAPTURABLE
 
 ZOO: dict[str, Entry] = {entry.name: entry for entry in (*TRANSFORMERS, *OWN)}
-KNOWN_FAILURES: dict[str, Entry] = {entry.name: entry for entry in (*TRANSFORMERS_UNCAPTURABLE, *OWN_UNCAPTURABLE)}
+KNOWN_FAILURES: dict[str, Entry] = {entry.name: entry for entry in UNCAPTURABLE}
 
 __all__ = ["KNOWN_FAILURES", "OWN", "TRANSFORMERS", "ZOO", "Batch", "Entry"]

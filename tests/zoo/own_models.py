@@ -414,6 +414,8 @@ OWN: list[Entry] = [
     Entry("unet", "vision conv", maker(UNet, mask_batch), classify, "in-place ReLU, transposed convolution"),
     Entry("convnet", "vision conv", maker(ConvNet, image_batch), classify, "BatchNorm, group norm, dilation",
         null_gradients=("features.0.bias", "features.4.bias")),
+    Entry("batchnorm-cumulative", "vision conv", maker(ConvNet, image_batch, momentum=None), classify,
+        "BatchNorm with momentum=None", null_gradients=("features.0.bias", "features.4.bias")),
     Entry("graph-index-add", "graph", maker(SumGraphNet, graph_batch), classify),
     Entry("graph-attention", "graph", maker(AttentionGraphNet, graph_batch), classify, "scatter_add, scatter_reduce"),
     Entry("graph-mean", "graph", maker(MeanGraphNet, graph_batch), classify, "scatter_reduce mean, index_add_"),
@@ -429,10 +431,5 @@ OWN: list[Entry] = [
         "frozen and unused parameters"),
     Entry("straight-through", "special cases", maker(QuantizedNet, vector_batch), classify,
         note="an autograd.Function whose backward is not the derivative of its forward"),
-]
-
-UNCAPTURABLE: list[Entry] = [
-    Entry("batchnorm-cumulative", "vision conv", maker(ConvNet, image_batch, momentum=None), classify,
-        failure="BatchNorm with momentum=None divides by float(num_batches_tracked), a value known only at run time"),
 ]
 # fmt: on

@@ -35,7 +35,7 @@ from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
 from .convolutions import by_quick_kernels, starts_slowly
 from .crashes import BROKEN, collect, note_name, watched
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
-from .store import Choice, Objects, Store, Timed, fingerprint
+from .store import Choice, Objects, Store, Timed, fingerprint, lack_of_room, say_not_built
 from .timing import make_room, on_cpu, on_gpu
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
@@ -469,8 +469,11 @@ class Choices:
         return [[*neutral_inputs(region, False), *(empty(s, self.device) for s in results)] for _ in range(count)]
 
     def settle(self, contest: Contest) -> Chosen:
-        """What was chosen in the end; a result of measuring is kept."""
+        """What was chosen in the end; a result of measuring is kept, unless a full disk had a say in it."""
         key, excluded = self.store_key(contest.region.key), [t for t in contest.timed if t.why]
+        full = next(filter(None, (lack_of_room(t.why) for t in excluded)), "")
+        if full:
+            say_not_built(None if self.store is None else self.store.folder, full)
         if contest.best is None:
             return Chosen("aten", "aten", None, excluded=excluded)
         seconds, (provider, offer, run) = contest.best
@@ -479,7 +482,7 @@ class Choices:
         if contest.kept is not None:
             found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
             found.excluded += [t for t in contest.kept.candidates if t.why]
-        elif self.store is not None and not math.isnan(seconds):
+        elif self.store is not None and not math.isnan(seconds) and not full:
             whole = contest.whole or not contest.left
             kept = (contest.timed, contest.guessed, whole, self.versions, contest.refused)
             told = about(contest.region)

@@ -191,7 +191,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 #: operators that lay a tensor given as `out` out anew, as their operand lies, in memory that others read otherwise
-RELAYS = re.compile(r"aten::((reflection|replication)_pad\dd(_backward)?|adaptive_avg_pool\dd)")
+RELAYS = re.compile(r"aten::((reflection|replication)_pad\dd(_backward)?|adaptive_avg_pool\dd|max_unpool2d)")
 
 
 @cache

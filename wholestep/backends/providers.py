@@ -324,7 +324,7 @@ class Cublas(Provider):
     @property
     def version(self) -> str:
         files = Path(cublas_ways.__file__).parent.glob("*.py")
-        return f"{version_of(sorted(files))} {cublas_library.version()}"
+        return f"{version_of(sorted(files))} {cublas_library.LIBRARY.version()}"
 
     def claims(self, region: Region) -> str:
         return cublas_ways.why_not(region)
@@ -353,7 +353,7 @@ class Cudnn(Provider):
     @property
     def version(self) -> str:
         files = Path(cudnn_ways.__file__).parent.glob("*.py")
-        return f"{version_of(sorted(files))} {cudnn_library.version()}"
+        return f"{version_of(sorted(files))} {cudnn_library.LIBRARY.version()}"
 
     def claims(self, region: Region) -> str:
         return cudnn_ways.why_not(region)

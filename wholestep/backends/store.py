@@ -8,6 +8,7 @@ forked processes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -45,6 +46,8 @@ PATIENCE = 5.0
 PATIENCE_FOR_BUILDS = 120.0
 #: what a user can do about a folder that takes nothing
 MAKE_ROOM = "Try: set WHOLESTEP_CACHE to a folder that can be written, or make room with `wholestep cache --clear`"
+#: what a disk says that takes nothing
+NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 T = TypeVar("T")
 
@@ -128,6 +131,18 @@ def warner_of(folder: Path | None) -> Warner:
 def say_unwritable(folder: Path, why: str) -> None:
     alone = "what is measured and compiled now is kept for this process alone"
     warner_of(folder)("unwritable", f"{folder} cannot be written ({why}): {alone}. {MAKE_ROOM}")
+
+
+def lack_of_room(words: str) -> str:
+    """What a compiler says of a disk that takes nothing; "" where it says something else."""
+    return next((found for found in NO_ROOM if found in words), "")
+
+
+def say_not_built(folder: Path | None, why: str) -> None:
+    """The same warning, where compilers could not write: there, or to other folders of theirs."""
+    where = "the cache folder" if folder is None else folder
+    others = f"{where}, TRITON_CACHE_DIR or the folder for temporary files takes nothing"
+    warner_of(folder)("unwritable", f"kernels were not built ({why}), and slower ones run: {others}. {MAKE_ROOM}")
 
 
 class Unavailable(InputError):

@@ -11,6 +11,7 @@ import numpy
 
 from .choice import Choice, Segments, measure
 from .program import Program, program_of
+from .silence import without_highs_lines
 
 #: what the least memory is counted in, so that its variable stays small
 LARGE = 1 << 20
@@ -85,13 +86,14 @@ def solve(program: Program, limit: int | None) -> tuple[Sequence[float], float] 
     cost = numpy.zeros(width)
     cost[:count] = 0.0 if lowest else numpy.asarray(program.cost) / scale
     cost[count:] = 1.0
-    result = milp(
-        cost,
-        constraints=LinearConstraint(matrix, -numpy.inf, limits),
-        integrality=numpy.array([1] * count + [0] * lowest),
-        bounds=Bounds(0, numpy.array([*map(float, program.upper), *[numpy.inf] * lowest])),
-        options={"time_limit": TIME_LIMIT, "mip_rel_gap": 1e-6},
-    )
+    with without_highs_lines():
+        result = milp(
+            cost,
+            constraints=LinearConstraint(matrix, -numpy.inf, limits),
+            integrality=numpy.array([1] * count + [0] * lowest),
+            bounds=Bounds(0, numpy.array([*map(float, program.upper), *[numpy.inf] * lowest])),
+            options={"time_limit": TIME_LIMIT, "mip_rel_gap": 1e-6},
+        )
     if result.x is None:
         return None
     return [float(round(x)) for x in result.x[:count]], float(result.mip_dual_bound) * scale

@@ -375,18 +375,15 @@ def _instance_norm(imp, x, weight, bias, running_mean, running_var, use_input_st
     # a batch norm of one sample with n * c channels; the running statistics are the mean over the samples
     b, (n, c, *rest) = imp.b, x.type.shape
     flat = b.reshape_to(x, (1, n * c, *rest))
-    running = [
-        None if v is None else b.reshape_to(b.broadcast_to(v, (n, c)), (n * c,)) for v in (running_mean, running_var)
+    vectors = [
+        None if v is None else b.reshape_to(b.broadcast_to(v, (n, c)), (n * c,))
+        for v in (weight, bias, running_mean, running_var)
     ]
-    y, _, _, *new = b.batch_norm(flat, None, None, *running, training=use_input_stats, momentum=momentum, eps=eps)
-    y = b.reshape_to(y, x.type.shape)
+    y, _, _, *new = b.batch_norm(flat, *vectors, training=use_input_stats, momentum=momentum, eps=eps)
     statistics: list[Value | None] = [None, None]
     if use_input_stats and running_mean is not None:
         statistics = [b.mean(b.reshape_to(v, (n, c)), dims=(0,)) for v in new]
-    spread = (c, *(1,) * len(rest))
-    if weight is not None:
-        y = b.mul(y, b.reshape_to(weight, spread))
-    return (y if bias is None else b.add(y, b.reshape_to(bias, spread))), statistics
+    return b.reshape_to(y, x.type.shape), statistics
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

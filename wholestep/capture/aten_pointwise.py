@@ -506,17 +506,17 @@ def _logsumexp(imp, x, dim, keepdim=False):
 
 
 @aten("var.correction")
-def _var(imp, x, dim=None, correction=1, keepdim=False):
+def _var(imp, x, dim=None, correction=1, keepdim=False, exact_zero=False):
     if x.type.rank == 0 or correction is None:
         return NotImplemented
-    return imp.b.variance(x, dims=all_dims(x, dim), keepdim=keepdim, correction=correction)
+    return imp.b.variance(x, dims=all_dims(x, dim), keepdim=keepdim, correction=correction, exact_zero=exact_zero)
 
 
 @aten("var.dim", "var")
-def _var_dim(imp, x, dim=None, unbiased=True, keepdim=False):
+def _var_dim(imp, x, dim=None, unbiased=True, keepdim=False, exact_zero=False):
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    return _var(imp, x, dim, int(unbiased), keepdim)
+    return _var(imp, x, dim, int(unbiased), keepdim, exact_zero)
 
 
 @aten("var_mean.dim", "var_mean")
@@ -548,13 +548,13 @@ def root(imp: Importer, x: Value) -> Value:
 
 @aten("std.correction")
 def _std(imp, x, dim=None, correction=1, keepdim=False):
-    found = _var(imp, x, dim, correction, keepdim)
+    found = _var(imp, x, dim, correction, keepdim, exact_zero=True)
     return found if found is NotImplemented else root(imp, found)
 
 
 @aten("std.dim", "std")
 def _std_dim(imp, x, dim=None, unbiased=True, keepdim=False):
-    found = _var_dim(imp, x, dim, unbiased, keepdim)
+    found = _var_dim(imp, x, dim, unbiased, keepdim, exact_zero=True)
     return found if found is NotImplemented else root(imp, found)
 
 

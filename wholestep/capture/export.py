@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import CaptureError, InputError, WholestepError
 from ..torch_private import graphs_without_code
+from .cumulative import cumulative_statistics
 from .custom_functions import AppliedFunction, traced_functions
 from .explain import explain, forward_line, refuse
 from .export_imports import import_export
@@ -183,7 +184,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
         branches = RandomBranches()
         try:
             with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
-                with user_lines_only(), graphs_without_code():
+                with user_lines_only(), graphs_without_code(), cumulative_statistics():
                     program = torch.export.export(wrapper, inputs, strict=False)
                 program.example_inputs = None  # the user's batch is not held
         except WholestepError:

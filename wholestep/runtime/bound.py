@@ -21,7 +21,7 @@ from ..ir.core import Op
 from ..plan.plan import Launch
 from ..plan.planner import Planned
 from ..torch_private import without_detour
-from .calls import Beside, Call, Choice, HostValue, Late, Made, same_memory
+from .calls import Beside, Call, Choice, HostValue, Late, Made, Watched, same_memory, settled
 from .cells import Cells
 from .host_numbers import HostCall, HostNumbers
 from .memory import Memory, pinned_memory
@@ -56,6 +56,8 @@ class BoundPlan:
         self.values: list[Any] = [None] * len(plan.buffers)
         self.host: list[HostCall] = []
         self.calls: list[Call] = []
+        #: whether operators are watched that are given the tensors to write: until a step has run
+        self.first = True
         #: the position of the launch that each call belongs to, and the launch and op it comes from
         self.origin: list[int] = []
         self.sites: list[tuple[Launch, Op | None]] = []
@@ -214,6 +216,9 @@ class BoundPlan:
             else:
                 assert step.kind == MUTATE
             call = without_detour(call)
+            if step.kind in (OUT, MUTATE):
+                where = f"{step.call}, for {launch.name} of layer {launch.layer or '(none)'},"
+                call = Watched(call, [tensors[n] for n in step.makes], where)
             self.calls.append((Late(call, args, kwargs, self.values), (), {}) if late else (call, args, kwargs))
 
     def bind_micro_batches(self, launch: Launch) -> None:
@@ -296,6 +301,13 @@ class BoundPlan:
                     call(*args, **kwargs)
         except Exception as error:
             self.fail(error, len(self.calls) - operator.length_hint(remaining) - 1)
+        if self.first:
+            self.settle()
+
+    def settle(self) -> None:
+        """After the first step: calls that wrote where they were told to are watched no more."""
+        self.calls = [(settled(call), args, kwargs) for call, args, kwargs in self.calls]
+        self.first = False
 
     def run_in_ranges(self, enter: Callable[[str], Any], leave: Callable[[], Any]) -> None:
         """One step with every launch of the plan between `enter("ws:<its position>")` and `leave()`."""
@@ -308,6 +320,8 @@ class BoundPlan:
                     leave()
         except Exception as error:
             self.fail(error, at)
+        if self.first:
+            self.settle()
 
     def fail(self, error: Exception, at: int) -> NoReturn:
         """Raises what a call raised, with the user's layer, and notes how far the step has come."""

@@ -5,7 +5,8 @@ A call may look numbers up when it runs, copy what a library made elsewhere, cho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,46 @@ def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
     if last != 1 or tensor.shape[-1] % count or tensor.data_ptr() % WORD or any(s % count for s in outer):
         return None
     return tensor.view(torch.complex128)
+
+
+class Watched:
+    """A call of an operator that is given the tensors to write, in the first step: some operators lay such a tensor out
+    anew, or give it other memory, while all others read where it lay. Then its values are copied back at every step."""
+
+    __slots__ = ("anew", "call", "places", "where")
+
+    def __init__(self, call: Callable[..., Any], outs: Sequence[torch.Tensor], where: str):
+        self.call, self.where = call, where
+        #: the tensors, and others that stay where those were
+        self.places = [(t, t.as_strided(t.shape, t.stride(), t.storage_offset())) for t in outs if t.numel()]
+        self.anew = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.call(*args, **kwargs)
+        for out, place in self.places:
+            if same_memory(out, place):
+                continue
+            values = out.clone()
+            out.set_(place)  # type: ignore[arg-type]
+            out.copy_(values)
+            if not self.anew:
+                self.anew = True
+                warnings.warn(
+                    f"{self.where} does not leave its result where it is told to: it is copied there at every step. "
+                    "The numbers are right; please report the operator's name",
+                    stacklevel=2,
+                )
+
+
+def settled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call as it is after the first step: watched no more where it wrote what it was given."""
+    if isinstance(call, Watched):
+        return call if call.anew else call.call
+    if isinstance(call, Late):
+        call.call = settled(call.call)
+    elif isinstance(call, Beside):
+        call.calls = [(settled(inner), args, kwargs) for inner, args, kwargs in call.calls]
+    return call
 
 
 class Choice:

@@ -127,6 +127,7 @@ sample("amax", torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]).double(), dims=(
 sample("variance", randn(2, 5), dims=(1,), correction=0)
 sample("logsumexp", torch.full((2, 3), -float("inf")).double(), dims=(1,))
 sample("variance", randn(2, 3), dims=(), correction=0)
+sample("variance", torch.cat([randn(2, 5), torch.full((1, 5), 0.1).double()]), dims=(1,), exact_zero=True)
 for name in ("any", "all"):
     sample(name, randint(2, 2, 3), dims=())
     sample(name, booleans(2, 3), dims=(1,), keepdim=True)

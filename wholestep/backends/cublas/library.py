@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..c_library import CLibrary
 from .matrices import Matrices
 
 #: the numbers of cuBLASLt's header: types, attributes, epilogues
@@ -38,37 +38,8 @@ class Heuristic(ctypes.Structure):
     ]
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The library, where this PyTorch works with one."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-    found.cublasLtGetVersion.restype = ctypes.c_size_t
-    return found
-
-
-def version() -> str:
-    found = library()
-    return "" if found is None else str(found.cublasLtGetVersion())
-
-
-def call(name: str, *arguments: object) -> None:
-    status = getattr(library(), name)(*arguments)
-    if status:
-        raise RuntimeError(f"{name} says {status}")
-
-
-@functools.cache
-def handle(device: int) -> ctypes.c_void_p:
-    """One per device; it lives as long as the process."""
-    found = ctypes.c_void_p()
-    with torch.cuda.device(device):
-        call("cublasLtCreate", ctypes.byref(found))
-    return found
+LIBRARY = CLibrary("cublasLt", f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+call, handle = LIBRARY.call, LIBRARY.handle
 
 
 @dataclass(slots=True)
@@ -158,7 +129,7 @@ class Product:
         )
 
     def __del__(self) -> None:
-        found = library()
+        found = LIBRARY.loaded
         if found is not None and self.description:
             found.cublasLtMatmulDescDestroy(self.description)
             for lies in (self.first, self.second, self.made):

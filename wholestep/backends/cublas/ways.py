@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels import Spec
-from .library import ALIGNMENT, Heuristic, Product, library
+from .library import ALIGNMENT, LIBRARY, Heuristic, Product
 from .matrices import Matrices, NotMatrices, matrices_of, multiply
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Way:
 
 def why_not(region: Region) -> str:
     """ "" where the library may run a region, else why not."""
-    if library() is None:
+    if LIBRARY.loaded is None:
         return "cuBLASLt is not loaded"
     try:
         known = matrices_of(region)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..c_library import CLibrary
 from . import graph as what
 from .graph import Graph, Node, Tensor
 
@@ -70,44 +71,17 @@ TENSOR_CORES, DOWN_CONVERTS, REDUCES_SHORT, FFT, NO_FIXED_ORDER, WINOGRAD = 0, 1
 ALIGNMENT = 16
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The library, where this PyTorch works with one."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        found = ctypes.CDLL("libcudnn.so.9")
-    except OSError:
-        return None
-    found.cudnnGetVersion.restype = ctypes.c_size_t
-    found.cudnnGetErrorString.restype = ctypes.c_char_p
-    found.cudnnGetLastErrorString.restype = None
-    return found
+def explained(library: ctypes.CDLL, status: int) -> str:
+    """The library's own words."""
+    library.cudnnGetErrorString.restype = ctypes.c_char_p
+    library.cudnnGetLastErrorString.restype = None
+    said = ctypes.create_string_buffer(4096)
+    library.cudnnGetLastErrorString(said, ctypes.c_size_t(len(said)))
+    return " ".join(f"{library.cudnnGetErrorString(status).decode()} {said.value.decode(errors='replace')}".split())
 
 
-def version() -> str:
-    found = library()
-    return "" if found is None else str(found.cudnnGetVersion())
-
-
-def call(name: str, *arguments: object) -> None:
-    found = library()
-    assert found is not None
-    status = getattr(found, name)(*arguments)
-    if status:
-        said = ctypes.create_string_buffer(4096)
-        found.cudnnGetLastErrorString(said, ctypes.c_size_t(len(said)))
-        told = f"{found.cudnnGetErrorString(status).decode()} {said.value.decode(errors='replace')}"
-        raise RuntimeError(f"{name} says {' '.join(told.split())}")
-
-
-@functools.cache
-def handle(device: int) -> ctypes.c_void_p:
-    """One per device; it lives as long as the process."""
-    found = ctypes.c_void_p()
-    with torch.cuda.device(device):
-        call("cudnnCreate", ctypes.byref(found))
-    return found
+LIBRARY = CLibrary("cudnn", "libcudnn.so.9", explained)
+call, handle = LIBRARY.call, LIBRARY.handle
 
 
 class Descriptor:

@@ -21,13 +21,13 @@ from .library import (
     ALIGNMENT,
     DOWN_CONVERTS,
     FFT,
+    LIBRARY,
     NO_FIXED_ORDER,
     REDUCES_SHORT,
     TENSOR_CORES,
     WINOGRAD,
     Engine,
     engines,
-    library,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Way:
 
 def why_not(region: Region) -> str:
     """ "" where the library may run a region, else why not."""
-    return "cuDNN is not loaded" if library() is None else why_unsuited(region)
+    return "cuDNN is not loaded" if LIBRARY.loaded is None else why_unsuited(region)
 
 
 def why_unsuited(region: Region) -> str:

@@ -493,7 +493,10 @@ class Atan2(Binary):
 
     @staticmethod
     def derivative(b, op, dz):
-        scale = b.div(dz, b.add(b.mul(op.x, op.x), b.mul(op.y, op.y)))
+        square = b.add(b.mul(op.x, op.x), b.mul(op.y, op.y))
+        scale = b.select(
+            b.eq(square, 0), 0.0, b.div(dz, square)
+        )  # the origin has no angle: autograd's slope there is 0
         return _reduce_both(b, op, b.mul(scale, op.y), b.neg(b.mul(scale, op.x)))
 
 

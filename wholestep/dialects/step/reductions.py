@@ -229,9 +229,10 @@ class Variance(Reduction):
     reduction = "var"
     element = None  # type: ignore[assignment]  # by its expansion
     correction = Attr("number", "subtracted from the count", 1)
+    exact_zero = Attr("bool", "whether equal numbers must give exactly 0, however their mean is rounded", False)
 
     @staticmethod
-    def infer(x, dims, keepdim, correction):  # type: ignore[override]
+    def infer(x, dims, keepdim, correction, exact_zero):  # type: ignore[override]
         return x.with_shape(reduced_shape(x.shape, dims, keepdim))
 
     @staticmethod
@@ -255,6 +256,9 @@ class Variance(Reduction):
         count = max(1, op.x.type.size) // max(1, op.y.type.size)
         centred = b.sub(op.x, b.mean(op.x, dims=op.dims, keepdim=True))
         total = b.sum(b.mul(centred, centred), dims=op.dims, keepdim=op.keepdim)
+        if op.exact_zero and count > 1:  # (torch.var keeps a running mean, which equal numbers leave alone)
+            highest, lowest = (f(op.x, dims=op.dims, keepdim=op.keepdim) for f in (b.amax, b.amin))
+            total = b.select(b.eq(b.sub(highest, lowest), 0), 0.0, total)
         return b.div(total, float(max(0, count - op.correction)))
 
 
