@@ -66,6 +66,26 @@ def test_what_libraries_take_and_keep_is_part_of_the_plan(library):
     assert again == plan and again.peak == plan.peak
 
 
+def test_what_the_allocator_hands_out_beyond_is_part_of_the_plan(monkeypatch):
+    """Blocks of a segment lie one after the other; those of other tensors and free ones do not count."""
+    tensors = [torch.zeros(1000, dtype=torch.uint8), torch.zeros(3000, dtype=torch.uint8)]
+    first, second = (t.untyped_storage().data_ptr() for t in tensors)
+
+    def block(size: int, asked: int) -> dict[str, int]:
+        return {"size": size, "requested_size": asked}
+
+    segments = [
+        {"address": first - 512, "blocks": [block(512, 100), block(1024, 1000), block(2048, 0)]},
+        {"address": second, "blocks": [block(4096, 3000)]},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert library_memory.handed_beyond([*tensors, tensors[0][10:20]]) == 24 + 1096
+    plan = two_layers().plan
+    before, plan.handed_beyond = plan.peak, 1120
+    again = module_to_plan(plan_to_module(plan))
+    assert again == plan and again.peak == before + 1120
+
+
 def test_a_call_that_does_not_run_alone_keeps_what_was_planned(library, monkeypatch):
     def fails(bound: BoundPlan) -> Any:
         raise torch.OutOfMemoryError("no room")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,6 +26,14 @@ from wholestep.runtime.calls import Late, Made
 from wholestep.runtime.signals import Uninterrupted
 
 X = data(6, 4)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whoever starts tests in the background of a shell has it ignored, here and in processes that are started here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:

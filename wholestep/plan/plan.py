@@ -97,6 +97,8 @@ class Plan:
     assumed: list[str] = field(default_factory=list)
     #: bytes that libraries keep from their first call on, as measured: cuBLAS's workspace
     kept_by_libraries: int = 0
+    #: bytes that a GPU's allocator has handed out beyond what the arguments and the arena asked it for, once bound
+    handed_beyond: int = 0
 
     @property
     def pinned(self) -> int:
@@ -124,7 +126,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """All memory of the step at its peak: the arena, the program's arguments, its constants, what kernels make."""
-        return self.arena + self.bytes_in("external") + self.bytes_in("constant") + self.made
+        return self.arena + self.bytes_in("external") + self.bytes_in("constant") + self.made + self.handed_beyond
 
     @property
     def made(self) -> int:

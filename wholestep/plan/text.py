@@ -27,6 +27,8 @@ from .plan import SHARES, SPACES, WAYS, Buffer, Launch, Plan, Returned
 
 NAME = "plan"
 VERSION = 1
+#: bytes beside the plan, as measured; in the text only where there are any
+BESIDE = ("kept_by_libraries", "handed_beyond")
 FIRST_LINE = re.compile(r"// wholestep plan (\d+), sha256 ([0-9a-f]{64})\n")
 
 
@@ -83,7 +85,7 @@ class _Writer:
             ],
             "assumed": list(plan.assumed),
             "results": [[r.buffer, r.argument, r.way] for r in plan.results],
-            **({"kept_by_libraries": plan.kept_by_libraries} if plan.kept_by_libraries else {}),
+            **{name: getattr(plan, name) for name in BESIDE if getattr(plan, name)},
         }
 
     def buffer(self, number: int) -> Value | None:
@@ -208,7 +210,7 @@ def _read(function: Op) -> Plan:
         about["lower_bound"],
         about["program_order_bound"],
         assumed=about["assumed"],
-        kept_by_libraries=about.get("kept_by_libraries", 0),
+        **{name: about.get(name, 0) for name in BESIDE},
     )
     numbered: dict[int, Buffer] = {}
     for number, type, op, argument, lifetime, name in about["numbers"]:

@@ -1,11 +1,14 @@
-"""Memory that libraries take for themselves while their calls run, measured before the first step: part of the plan.
+"""Memory that a step takes beside what it asks for, measured before the first step: part of the plan.
 
 cuBLAS keeps a workspace from its first product on, cuDNN takes one per call, and some calls make their results
-elsewhere. Each distinct call runs once on memory of its own, and the allocator's counters tell what it took.
+elsewhere. Each distinct call runs once on memory of its own, and the allocator's counters tell what it took. The
+allocator itself leaves up to a megabyte at the end of a block that nobody else can have.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -35,6 +38,20 @@ def handed_out(device: torch.device) -> tuple[int, int]:
     """All bytes that the allocator ever handed out, and those in use now: unlike a peak they need no reset."""
     stats = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
     return stats.get("allocated", 0), stats.get("current", 0)
+
+
+def handed_beyond(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the allocator's blocks that hold some tensors, beyond what was asked for."""
+    places = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    found = 0
+    for segment in torch.cuda.memory_snapshot():
+        start = segment["address"]
+        for block in segment["blocks"]:
+            end = start + block["size"]
+            if bisect_left(places, start) < bisect_left(places, end):
+                found += block["size"] - block["requested_size"]
+            start = end
+    return found
 
 
 @torch.no_grad()

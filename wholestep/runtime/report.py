@@ -153,6 +153,7 @@ class Report:
             f"  {found['launches']} launches, order: {found['order']}; peak {size_text(found['peak'])}: arena "
             f"{size_text(found['arena'])} ({found['gap']:.2%} above the least, {found['placer']}), arguments and "
             f"constants {size_text(found['lasting'])}, kernels {size_text(found['made'])}"
+            + (f", handed out beyond that {size_text(found['beyond'])}" if found["beyond"] else "")
         )
         if found["allocating"]:
             shown = ", ".join(f"{name} x{n}" for name, n in found["allocating"].items())
@@ -262,6 +263,7 @@ def execution_of(compiled: Any) -> dict[str, Any]:
         "gap": plan.gap,
         "lasting": plan.bytes_in("external") + plan.bytes_in("constant"),
         "made": plan.made,
+        "beyond": plan.handed_beyond,
         "peak": plan.peak,
         "allocating": dict(sorted(allocating.items())),
         "untraced": list(plan.assumed),

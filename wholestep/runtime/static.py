@@ -24,7 +24,7 @@ from ..torch_private import foreach_copy
 from .bound import BoundPlan
 from .cells import Cells
 from .cuda_graph import Graphed
-from .library_memory import measure
+from .library_memory import handed_beyond, measure
 
 
 class Unfit(Exception):
@@ -112,6 +112,7 @@ class StaticStep:
         self.fixed = [t for i, _ in self.batch if (t := arguments[i]) is not None]
         self.bindings += 1
         if self.device.type == "cuda":
+            self.plan.handed_beyond = handed_beyond([t for t in (*arguments, self.arena.memory) if t is not None])
             self.graph = Graphed(self.bound)
             drawn = [p for p in self.plan.launches if p.name == "step.random"]
             if drawn and key.type == "cpu":
