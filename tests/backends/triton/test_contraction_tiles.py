@@ -34,9 +34,33 @@ def test_programs_that_stay_fit_as_often_as_they_are_there() -> None:
 
 
 def test_many_functions_leave_room_for_fewer_sums() -> None:
-    few, many = (tiles.staying(demand(256, 128, after=after)) for after in (12, 15))
-    assert max(t.m * t.n // (32 * t.warps) for t in few) == 64
-    assert max(t.m * t.n // (32 * t.warps) for t in many) == 32
+    few, some, many = (tiles.staying(demand(256, 128, after=after)) for after in (8, 15, 20))
+    assert max(map(tiles.sums_per_thread, few)) == 64 and max(map(tiles.sums_per_thread, some)) == 32
+    assert not many and max(map(tiles.sums_per_thread, tiles.staying(demand(64, 128, after=20)))) == 16
+
+
+def test_programs_stay_with_a_computed_factor_where_little_is_multiplied() -> None:
+    assert tiles.staying(demand(256, 128)) and not tiles.staying(demand(256, 128, computed=True))
+    assert tiles.staying(demand(64, 256, computed=True))
+
+
+def test_what_has_two_loads_under_way_is_guessed_first() -> None:
+    guesses = tiles.staying(demand(1024, 256))
+    assert guesses[0].stages > 2 and guesses[-1].stages == 2
+
+
+def test_all_tiles_are_offered_and_some_are_likely() -> None:
+    """Factors are not computed more often than by the guess, nor is much made of more sums; who stays is better."""
+    computed, much = tiles.choices(demand(256, 1024, computed=True)), tiles.choices(demand(256, 256, after=20))
+    assert len(computed) == len(much) == tiles.MOST
+    assert [t.likely for t in computed] == [t.n >= computed[0].n for t in computed] and not computed[-1].likely
+    sums = [tiles.sums_per_thread(t) for t in much]
+    assert [t.likely for t in much] == [n <= sums[0] for n in sums] and not much[-1].likely
+    staying = tiles.choices(demand(256, 128))
+    assert [t.likely for t in staying] == [bool(t.programs) for t in staying] and {t.likely for t in staying[:4]} == {
+        True,
+        False,
+    }
 
 
 def test_shared_memory_is_what_the_compiler_says() -> None:

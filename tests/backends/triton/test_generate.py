@@ -96,6 +96,19 @@ def test_every_family_compiles_for_hopper():
     assert all(info.seconds == 0 for info in again.values() if not isinstance(info, Exception))  # from the cache
 
 
+def test_what_candidates_share_is_compiled_once():
+    pytest.importorskip("triton")
+    kernel = of_step([T(8192, 3072, e=BF16)], lambda b, x: b.sum(x, dims=(0,)))
+    made = generate.candidates(kernel, specs_of(kernel))
+    functions, jobs = [f for c in made for f in c.functions], generate.jobs_of(made, 90).values()
+    assert {f.name for f in functions} == {"sums", "finish"} and len(jobs) < len(functions)
+    for job in jobs:
+        assert job["source"].count("@triton.jit") == 1 and f"def {job['name']}(" in job["source"]
+    calls = {"near": "", "far": "near()", "one": "far()", "two": "near()"}
+    source = "\n\n".join(f"@triton.jit\ndef {name}():\n    {called}\n" for name, called in calls.items())
+    assert re.findall(r"def (\w+)", compiling.alone(source, "one")) == ["near", "far", "one"]
+
+
 def test_a_broken_kernel_does_not_stop_the_others():
     pytest.importorskip("triton")
     good = first([T(64)], lambda b, x: b.neg(x))
@@ -124,6 +137,7 @@ def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch
     monkeypatch.setattr(worker, "fresh", lambda job: made.append(true(job)) or made[-1])
     kernel = worker.compiled(job)  # a warm start asks Triton neither for its source nor for its name
     assert not made and kernel.asm["cubin"] == true(job).asm["cubin"] and kernel.hash == true(job).hash
+    assert "ptx" not in kernel.asm and b"debug_line" not in kernel.asm["cubin"]  # (nobody reads either)
     for note in (tmp_path / "wholestep").glob("*.json"):
         note.write_text("{}")
     assert worker.compiled(job).hash == kernel.hash and len(made) == 1

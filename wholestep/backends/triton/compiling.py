@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,10 @@ def compile_for(
 
 def job_of(candidate: Candidate, function: Function, capability: int, aligned: bool = True) -> dict[str, Any]:
     """What a worker is told. `aligned`: all tensors start at multiples of 16 bytes."""
+    source = alone(candidate.source, function.name)
     return {
-        "source": candidate.source,
-        "file": file_name(candidate.source),
+        "source": source,
+        "file": file_name(source),
         "name": function.name,
         "pointers": [candidate.pointers[i] for i in function.arguments],
         "warps": function.warps,
@@ -86,6 +88,18 @@ def job_of(candidate: Candidate, function: Function, capability: int, aligned: b
         "aligned": aligned,
         "capability": capability,
     }
+
+
+@lru_cache(maxsize=4096)
+def alone(source: str, name: str) -> str:
+    """One function of a source with those that it calls: what several candidates share is then compiled once."""
+    texts = {text.partition("def ")[2].partition("(")[0]: text for text in re.split(r"^(?=@)", source, flags=re.M)}
+    wanted, left = set(), [name]
+    while left:
+        one = left.pop()
+        wanted.add(one)
+        left += (set(re.findall(r"\w+", texts[one])) & texts.keys()) - wanted
+    return "\n\n".join(text.strip() + "\n" for own, text in texts.items() if own in wanted)
 
 
 def file_name(source: str) -> str:

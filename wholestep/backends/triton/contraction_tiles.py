@@ -126,11 +126,11 @@ def comes_again(tile: Tile, demand: Demand) -> bool:
 
 def is_likely(tile: Tile, guess: Tile, demand: Demand) -> bool:
     """Whether a tile may beat the best guess: not one that computes factors more often or sums fewer at a time for
-    nothing, nor one of many sums per thread, of each of which much is made: it takes longest to compile."""
+    nothing, nor one of more sums per thread, where much is made of each: it takes longest to compile."""
     rows, columns = demand.plain
     again = (not rows and tile.n < guess.n) or (not columns and tile.m < guess.m)
     shorter = rows and columns and tile.k < guess.k
-    long = demand.after > 6 and sums_per_thread(tile) > 64
+    long = demand.after > 6 and sums_per_thread(tile) > sums_per_thread(guess)
     return not (again or shorter or long)
 
 
@@ -188,9 +188,7 @@ def staying_bytes(tile: Tile, demand: Demand) -> int:
     """
     ahead = tile.stages - 1
     rows = tile.m * tile.k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
-    wide = demand.beside > 0 and sums_per_thread(tile) >= 64  # (it is then laid out before it is rounded)
-    results = tile.m * tile.n * (4 if wide else demand.written)
-    anew = max(results, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
+    anew = max(tile.m * tile.n * demand.written, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
     return tile.n * tile.k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
 
 
@@ -216,10 +214,11 @@ def shared_bytes(tile: Tile, demand: Demand) -> int:
 
 
 def registers(tile: Tile, demand: Demand) -> int:
-    """Registers of a thread, roughly: its sums, its part of computed factors, and addresses."""
-    threads = 32 * tile.warps
-    computed = tile.k * (tile.m * (not demand.plain[0]) + tile.n * (not demand.plain[1]))
-    return tile.m * tile.n // threads + computed // threads + 48
+    """Registers of a thread, roughly: its sums, its part of computed factors and of what they come from, addresses."""
+    computed = 0.0
+    for side, plain, loaded in zip((tile.m, tile.n), demand.plain, demand.loaded, strict=True):
+        computed += 0 if plain else side * tile.k * (1 + loaded / demand.bytes) / 2
+    return sums_per_thread(tile) + int(computed) // (32 * tile.warps) + 48
 
 
 def fits(tile: Tile, demand: Demand) -> bool:

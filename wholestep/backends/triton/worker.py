@@ -5,6 +5,7 @@ Run by `compiling.py`, several at a time. It never touches a GPU and imports nei
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import linecache
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +83,21 @@ def fresh(job: dict[str, Any]) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))} if job["aligned"] else {}
     target = GPUTarget("cuda", job["capability"], 32)
     options = {"num_warps": job["warps"], "num_stages": job["stages"]}
-    return triton.compile(ASTSource(function, signature, {}, attributes), target=target, options=options)
+    with lean():
+        return triton.compile(ASTSource(function, signature, {}, attributes), target=target, options=options)
+
+
+@contextmanager
+def lean() -> Iterator[None]:
+    """Leaves out what nobody reads, unless the environment asks for it: lines of the source, which take a tenth of a
+    compile and most bytes of a kernel, and the texts between a source and its kernel."""
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        for name in ("disable_line_info", "store_binary_only"):
+            if f"TRITON_{name.upper()}" not in os.environ:
+                setattr(knobs.compilation, name, True)
+        yield
 
 
 def launcher(arguments: int) -> dict[str, Any]:
@@ -132,6 +148,7 @@ def facts(kernel: Any) -> dict[str, Any]:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
+    gc.disable()  # a tenth of a compile, and this process does not live long
     with suppress(Exception):  # whatever is in the way is the answer to the first job
         fresh(NOTHING)
     for line in sys.stdin:
