@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .network import SIZES, Batch, Network
+from .network import SIZES, Batch, Network, of
 
 #: eight that are trained for fifty steps in the tests
 NAMES = ("gpt2", "bert_large", "llama", "vit", "resnet50", "efficientnet_b0", "wavenet", "dlrm")
@@ -19,10 +19,16 @@ IN_JAX = ("gpt2", "resnet50")
 ON_CPU = ("gpt2", "bert_large", "vit", "resnet50", "efficientnet_b0", "mobilenet_v2", "dlrm")
 
 
-def build(name: str, size: str = "full", device: str = "cpu") -> Network:
-    """One network with the weights it starts from, the same every time."""
+def check(name: str, size: str) -> None:
+    """ValueError where there is no such network, or it has no such size."""
     if name not in TWELVE:
         raise ValueError(f"there is no network {name!r}: {', '.join(TWELVE)}")
+    of(importlib.import_module(f"{__name__}.{name}").DIMENSIONS, size)
+
+
+def build(name: str, size: str = "full", device: str = "cpu") -> Network:
+    """One network with the weights it starts from, the same every time."""
+    check(name, size)
     return importlib.import_module(f"{__name__}.{name}").build(size, device)
 
 
@@ -33,4 +39,4 @@ def jax_twin(name: str, model: nn.Module, precision: str) -> Any:
     return importlib.import_module(f"{__name__}.jax_{name}").build(model, precision)
 
 
-__all__ = ["NAMES", "ON_CPU", "SIZES", "TWELVE", "Batch", "Network", "build", "jax_twin"]
+__all__ = ["NAMES", "ON_CPU", "SIZES", "TWELVE", "Batch", "Network", "build", "check", "jax_twin"]

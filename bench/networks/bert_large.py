@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .attention import without_masks
 from .network import Batch, Network, drawn, of, token_walk
 
 #: rows, length, vocabulary, width, layers, heads
@@ -31,7 +32,7 @@ def build(size: str = "full", device: str = "cpu") -> Network:
         max_position_embeddings=512,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        attn_implementation="sdpa",
+        attn_implementation=without_masks(),
     )
     with drawn(device):
         model = BertForMaskedLM(config).train()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .network import Batch, Network, coloured_images, drawn, of
+from .network import SINGLE_LABEL, Batch, Network, coloured_images, drawn, of
 
 #: images, pixels, classes, share of B0's width, and the blocks where they are not B0's
 DIMENSIONS: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
@@ -58,6 +58,7 @@ def build(size: str = "full", device: str = "cpu") -> Network:
         dropout_rate=0.0,
         drop_connect_rate=0.0,
         **changes,
+        **SINGLE_LABEL,
     )
     with drawn(device):
         model = EfficientNetForImageClassification(config).train()

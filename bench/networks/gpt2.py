@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .attention import without_masks
 from .network import Batch, Network, drawn, of, token_walk
 
 #: rows, length, what differs from GPT-2
@@ -23,10 +24,11 @@ def build(size: str = "full", device: str = "cpu") -> Network:
 
     rows, length, changes = of(DIMENSIONS, size)
     config = GPT2Config(
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False, **changes
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=without_masks(), use_cache=False, **changes
     )
     with drawn(device):
         model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"  # which it has anyway, with a warning that torch.compile splits its graph for
 
     def make_batch(seed: int, device: str | torch.device) -> Batch:
         return (token_walk(rows, length, config.vocab_size, seed, device),)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .attention import without_masks
 from .network import Batch, Network, drawn, of, token_walk
 
 #: rows, length, vocabulary, width, inner width, layers, heads, heads of keys and values
@@ -29,7 +30,7 @@ def build(size: str = "full", device: str = "cpu") -> Network:
         num_attention_heads=heads,
         num_key_value_heads=shared,
         max_position_embeddings=2048,
-        attn_implementation="sdpa",
+        attn_implementation=without_masks(),
         use_cache=False,
     )
     with drawn(device):

@@ -18,6 +18,10 @@ Batch = tuple[torch.Tensor, ...]
 SIZES = ("full", "few", "cpu", "small", "tiny")
 
 
+#: of transformers' models of images: else their first step writes it down, and torch.compile compiles twice
+SINGLE_LABEL = {"problem_type": "single_label_classification"}
+
+
 @dataclass
 class Network:
     """A model in train mode, its loss, batches that can be learned, and how it is trained.

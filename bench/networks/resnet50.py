@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .network import Batch, Network, coloured_images, drawn, of
+from .network import SINGLE_LABEL, Batch, Network, coloured_images, drawn, of
 
 #: images, pixels, classes, what differs from ResNet-50
 DIMENSIONS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -23,7 +23,7 @@ def build(size: str = "full", device: str = "cpu") -> Network:
 
     rows, pixels, classes, changes = of(DIMENSIONS, size)
     with drawn(device):
-        model = ResNetForImageClassification(ResNetConfig(num_labels=classes, **changes)).train()
+        model = ResNetForImageClassification(ResNetConfig(num_labels=classes, **changes, **SINGLE_LABEL)).train()
 
     def make_batch(seed: int, device: str | torch.device) -> Batch:
         return coloured_images(rows, pixels, classes, seed, device)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .network import Batch, Network, coloured_images, drawn, of
+from .attention import without_masks
+from .network import SINGLE_LABEL, Batch, Network, coloured_images, drawn, of
 
 #: images, pixels, patch, classes, width, layers, heads
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int]] = {
@@ -30,7 +31,8 @@ def build(size: str = "full", device: str = "cpu") -> Network:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=4 * width,
-        attn_implementation="sdpa",
+        attn_implementation=without_masks(),
+        **SINGLE_LABEL,
     )
     with drawn(device):
         model = ViTForImageClassification(config).train()

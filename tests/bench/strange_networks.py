@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def build(name: str, size: str, device: str) -> Any:
-    if name not in ("plain", "moody", "broken", "images", "blocks"):
+    if name not in ("plain", "moody", "crooked", "broken", "images", "blocks"):
         raise ValueError(f"there is no network {name!r}")
     torch.manual_seed(0)
     first: nn.Module = nn.Linear(8, 8)
@@ -32,6 +32,9 @@ def build(name: str, size: str, device: str) -> Any:
     def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if name == "broken" and torch.compiler.is_compiling():
             raise RuntimeError("this network will not be compiled")
+        if name == "crooked" and torch.compiler.is_compiling():
+            x = model[0](x)
+            return functional.cross_entropy(model[1:](2 * x.detach() - x), y)  # x, but the gradient has another sign
         loss = functional.cross_entropy(model(x), y)
         return loss * 1.1 if name == "moody" and torch.compiler.is_compiling() else loss
 

@@ -86,11 +86,12 @@ def test_without_eager_losses_of_an_earlier_run_are_compared(journal: Path) -> N
 
 
 def test_what_rounding_does_to_eager_is_measured_once(journal: Path) -> None:
-    known = Reference([2.0, 1.9, 1.8], 0.07, {"nudged": 0.035})
+    known = Reference([2.0, 1.9, 1.8], 0.07, {"nudged": 0.035}, [0.01, 0.05, 0.07])
     eager = run(["wholestep", "eager"], known=known)["eager"]
-    assert (eager["tolerance"], eager["rounding"]) == (0.07, {"nudged": 0.035}) and not lines(journal, "rounded")
+    assert (eager["limits"], eager["rounding"]) == ([0.01, 0.05, 0.07], {"nudged": 0.035})
+    assert not lines(journal, "rounded")
     other = replace(known, losses=[3.0, 2.9, 2.8])  # it does not train so any more
-    assert run(["wholestep", "eager"], known=other)["eager"]["tolerance"] != 0.07
+    assert run(["wholestep", "eager"], known=other)["eager"]["limits"] == [1e-4] * 3
     assert lines(journal, "rounded") == ["any eager"]
 
 
@@ -186,11 +187,26 @@ def test_losses_may_be_as_far_apart_as_rounding_carries_them() -> None:
     curve = [3.0, 2.5, 2.0, 1.5]
     off = [1.015 * x for x in curve]
     assert agreement.distance(off, curve) == pytest.approx(0.015)
-    assert agreement.tolerance("bf16", curve, {}) == 0.01
-    assert agreement.tolerance("bf16", curve, {"fp32": off}) == pytest.approx(0.03)
+    assert agreement.limits("bf16", curve, {}) == [0.01] * 4
+    assert agreement.limits("bf16", curve, {"fp32": off}) == pytest.approx([0.03] * 4)
     assert race.verdict(off, Reference(curve, 0.01))["status"] == "disagrees"
     assert race.verdict([3.0, 2.5, 2.0, float("nan")], Reference(curve, 0.01)) == {
         "distance": None,
         "tolerance": 0.01,
+        "at_step": 1,
         "status": "disagrees",
     }
+
+
+def test_steps_before_rounding_shows_are_held_to_stricter_limits() -> None:
+    """Eager rounded otherwise is 100 % away in the end; a contender that is 3 % away at the third step is wrong."""
+    curve = [10.0 - i for i in range(8)]
+    chaotic = [*curve[:6], 2 * curve[6], 2 * curve[7]]
+    limits = agreement.limits("bf16", curve, {"fp32": chaotic})
+    assert limits[:3] == [0.01] * 3 and limits[3] == limits[7] > 0.3
+    known = Reference(curve, limits[-1], limits=limits)
+    assert race.verdict(chaotic, known)["status"] == "agrees"
+    early = [curve[0], curve[1], 1.1 * curve[2], *curve[3:]]
+    assert race.verdict(early, replace(known, limits=()))["status"] == "agrees"
+    found = race.verdict(early, known)
+    assert (found["status"], found["at_step"], found["tolerance"]) == ("disagrees", 3, 0.01)

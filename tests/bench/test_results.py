@@ -18,6 +18,7 @@ from wholestep.bench.trace import bytes_of, ran_on_device, ran_on_host
 from wholestep.bench.workload import Case
 from wholestep.errors import InputError
 
+ROOT = Path(__file__).resolve().parents[2]
 WHERE = {"machine": "a GPU", "versions": {"torch": "2.13.0"}}
 
 
@@ -113,7 +114,7 @@ def test_merging_replaces_an_entry_and_keeps_the_others(tmp_path: Path) -> None:
     results = Results(canned())
     results.merge(entry("a", "compile", 9.0, losses=[1.0, float("nan")]))
     results.merge(entry("a", "compile", 7.0, machine="another GPU"))
-    results.save(file)
+    results.add_to(file)
     again = Results.load(file)
     assert len(again.entries) == len(canned()) + 1
     (mine,) = [e for e in again.entries if (e["network"], e["contender"], e["machine"]) == ("a", "compile", "a GPU")]
@@ -121,11 +122,27 @@ def test_merging_replaces_an_entry_and_keeps_the_others(tmp_path: Path) -> None:
     known = again.reference(Case("a", "full"), "bf16", WHERE, 2)
     assert known is not None and known.losses == [1.0, 0.5]
     assert again.reference(Case("a", "full"), "bf16", WHERE, 3) is None
+    loose = Results([entry("a", "eager", 20.0, tolerance=0.3)])
+    assert loose.reference(Case("a", "full"), "bf16", WHERE, 2) is None  # one limit for all steps, which says little
+    loose.entries[0]["limits"] = [0.01, 0.3]
+    known = loose.reference(Case("a", "full"), "bf16", WHERE, 2)
+    assert known is not None and (list(known.allowed), known.tolerance) == ([0.01, 0.3], 0.3)
     assert again.reference(Case("a", "full"), "bf16", WHERE | {"machine": "another GPU"}, 2) is None
     assert Results.load(tmp_path / "none.json").entries == []
     file.write_text('{"entries": []}')
     with pytest.raises(InputError, match="does not hold results"):
         Results.load(file)
+
+
+def test_runs_that_write_to_one_file_keep_each_others_results(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    one, other = Results(), Results()
+    one.merge(entry("a", "eager", 1.0))
+    one.add_to(file)
+    other.merge(entry("b", "eager", 2.0))
+    other.add_to(file)
+    one.merge(entry("c", "eager", 3.0))
+    assert [e["network"] for e in one.add_to(file).entries] == ["a", "b", "c"]
 
 
 def test_who_had_no_time_leaves_what_was_measured() -> None:
@@ -166,6 +183,33 @@ def test_the_readme_gets_a_table_between_its_markers(tmp_path: Path) -> None:
     readme.write_text("no markers")
     with pytest.raises(InputError, match="has no place for the table"):
         summary.write_between_markers(readme, "text")
+
+
+def test_the_records_of_this_checkout_are_made_from_its_json() -> None:
+    """After a run: `wholestep bench --summary bench/results/bench.json` with --readme, --record and --plots."""
+    entries = Results.load(ROOT / "bench/results/bench.json").entries
+    before, after = summary.between_markers(ROOT / "README.md")
+    made = {"README.md": summary.page_with(before, summary.markdown(entries, BARS), after)}
+    plots = page.plots(entries)
+    made["bench/results/bench.md"] = record(entries, list(plots))
+    made |= {f"bench/results/{name}": text for name, text in plots.items()}
+    drawn = {f"bench/results/{file.name}" for file in (ROOT / "bench/results").glob("bench_*.svg")}
+    assert drawn == {name for name in made if name.endswith(".svg")}
+    old = [name for name, text in made.items() if (ROOT / name).read_text(encoding="utf-8") != text]
+    assert old == []
+
+
+def test_what_the_best_was_picked_from_is_said() -> None:
+    entries = [
+        *canned(),
+        entry("c", "eager", 5.0, tolerance=2.6),
+        entry("d", "eager", 5.0, tolerance=2.6, limits=[0.1]),
+    ]
+    said = summary.remarks(Table(entries), [bar("worst", BEST, 1.0)])
+    counts = "eager 2, compile 2, compile-reduce-overhead 0, compile-max-autotune 0, jax 0"
+    assert said[0] == f"The best of all is the best of those that were measured, of 2 cases: {counts}."
+    assert said[1].endswith("by the last one): c@full 260%.") and len(said) == 2
+    assert all(remark in summary.markdown(entries, [bar("worst", BEST, 1.0)]) for remark in said)
 
 
 def test_pages_and_plots_show_what_counts_and_why_the_rest_does_not() -> None:

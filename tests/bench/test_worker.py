@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench import networks
 from tests.bench import strange_networks
-from wholestep.bench import jax_contender, workload
+from wholestep.bench import agreement, jax_contender, workload
 from wholestep.bench.field import Field, Spent
 from wholestep.bench.race import Reference, verdict
 from wholestep.bench.worker import nudge, serve
@@ -74,6 +75,15 @@ def test_a_network_that_changes_when_compiled_disagrees() -> None:
     assert found["status"] == "disagrees" and found["distance"] == pytest.approx(0.1, rel=0.1)
 
 
+def test_a_gradient_of_another_sign_disagrees() -> None:
+    prepare = {"do": "prepare", "steps": 12}
+    theirs, rounded = serving("eager", "crooked", prepare, {"do": "rounded", "steps": 12})
+    (ours,) = serving("wholestep", "crooked", prepare)
+    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-6)  # forward is the same
+    limits = agreement.limits("fp32", theirs["losses"], rounded["rounded"])
+    assert verdict(ours["losses"], Reference(theirs["losses"], 0.0, limits=limits))["status"] == "disagrees"
+
+
 def test_a_nudge_moves_weights_by_their_last_bit() -> None:
     model = torch.nn.Linear(30, 30)
     before = model.weight.detach().clone()
@@ -112,6 +122,10 @@ def test_without_jax_or_a_twin_the_answer_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax_contender, "util", SimpleNamespace(find_spec=lambda name: None))
     (absent,) = serving("jax", "plain", PREPARE)
     assert "JAX is not installed here" in absent["error"]
+    assert not jax_contender.has_twin("gpt2", workload.NETWORKS)
+    monkeypatch.setattr(jax_contender, "util", SimpleNamespace(find_spec=lambda name: name))
+    with_twins = [name for name in networks.TWELVE if jax_contender.has_twin(name, workload.NETWORKS)]
+    assert with_twins == ["gpt2", "resnet50"]  # which race against it unless --against says otherwise
 
 
 def test_networks_of_images_are_channels_last_for_everybody() -> None:
@@ -176,10 +190,10 @@ def test_further_cases_are_begun_while_there_is_time_for_them(
 
     monkeypatch.setattr(Field, "run", field_run)
     names, common = (
-        ["a@x", "b@x", "c@x"],
+        ["gpt2@tiny", "vit@tiny", "dlrm@tiny"],
         ["--together", "2", "--device", "cpu", "--json", str(tmp_path / "bench.json")],
     )
     main(["bench", *names, *common, "--seconds", "100"])
-    assert groups == [["a@x", "b@x"]] and "c@x: not begun" in capsys.readouterr().out
+    assert groups == [["gpt2@tiny", "vit@tiny"]] and "dlrm@tiny: not begun" in capsys.readouterr().out
     main(["bench", *names, *common, "--seconds", "300"])
-    assert groups[1:] == [["a@x", "b@x"], ["c@x"]]
+    assert groups[1:] == [["gpt2@tiny", "vit@tiny"], ["dlrm@tiny"]]

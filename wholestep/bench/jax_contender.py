@@ -19,6 +19,11 @@ from .workload import Batch, Workload, networks
 BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # of torch.optim.AdamW
 
 
+def has_twin(network: str, module: str) -> bool:
+    """Whether JAX is installed, and the networks' module lists (`IN_JAX`) a twin of a network."""
+    return util.find_spec("jax") is not None and network in getattr(networks(module), "IN_JAX", ())
+
+
 class JaxTraining:
     """The state of a training in JAX, and its compiled step."""
 

@@ -6,11 +6,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..cost.html import STYLE
+from ..cost.html import SCRIPT, STYLE
 from . import profile as profiles
 from .contenders import RIVALS, rank, split
 from .results import Entry
-from .summary import BAR_COLUMNS, FIGURES, Bar, Table, about, bar_rows, case_rows, machines, notes
+from .summary import (
+    BAR_COLUMNS,
+    FIGURES,
+    Bar,
+    Table,
+    about,
+    bar_rows,
+    case_name,
+    case_rows,
+    machines,
+    notes,
+    reason,
+    remarks,
+)
 
 COLOURS = {
     "wholestep": "#d62728",
@@ -36,7 +49,7 @@ def plot(table: Table, figure: str, title: str) -> str:
         found = {name: table.ratio(case, name, figure) for name in RIVALS}
         known = {name: ratio[0] for name, ratio in found.items() if ratio is not None}
         if known:
-            rows.append((f"{case[0]}@{case[1]}" if case[1] else case[0], known))
+            rows.append((case_name(case), known))
     if not rows:
         return ""
     height = TOP + ROW * len(rows) + 40
@@ -126,10 +139,14 @@ def plots(entries: Sequence[Entry]) -> dict[str, str]:
                 found[name] = drawn
         table = Table(listed)
         for case in table.rows:
-            drawn = memory_plot(table, case, f"{'@'.join(case)}: time against memory ({machine}, {precision})")
+            drawn = memory_plot(table, case, budget_title(case, machine, precision))
             if drawn:
                 found[f"bench_memory_{case[0]}_{case[1]}_{device}_{precision}.svg"] = drawn
     return found
+
+
+def budget_title(case: tuple[str, str], machine: str, precision: str) -> str:
+    return f"{case_name(case)}: time against memory ({machine}, {precision})"
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,8 +169,10 @@ def page(entries: Sequence[Entry], listed: Sequence[Entry], bars: Sequence[Bar])
         parts.append(html_table(*case_rows(table)))
         for figure, words in FIGURES.items():
             parts.append(plot(table, figure, f"{words}, ours / theirs ({machine}, {precision})"))
+        parts += [memory_plot(table, case, budget_title(case, machine, precision)) for case in table.rows]
+        parts += [f'<p class="note">{escape(remark)}</p>' for remark in remarks(table, own)]
         wrong = [entry for entry in found if entry["status"] != "agrees"]
-        rows = [[f"{e['network']}@{e['size']}", e["contender"], reason(e)] for e in wrong]
+        rows = [[case_name((e["network"], e["size"])), e["contender"], reason(e)] for e in wrong]
         if rows:
             parts += ["<h2>What did not count</h2>", html_table(("case", "contender", "why"), rows)]
     for case, group in by_case(listed).items():
@@ -163,21 +182,16 @@ def page(entries: Sequence[Entry], listed: Sequence[Entry], bars: Sequence[Bar])
             parts += [f"<h3>{escape(name)}</h3>", html_table(profiles.TOP_COLUMNS, profiles.top_rows(one, 15))]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>wholestep bench</title>'
-        f"<style>{STYLE}</style></head>\n<body>" + "\n".join(parts) + "</body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body>"
+        + "\n".join(parts)
+        + f'<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
     )
-
-
-def reason(entry: Entry) -> str:
-    if entry["status"] == "disagrees":
-        far = "not finite" if entry["distance"] is None else f"{entry['distance']:.2%} from eager's"
-        return f"losses disagree: {far}, {entry['tolerance']:.2%} is allowed"
-    return entry.get("why", "failed")
 
 
 def by_case(listed: Sequence[Entry]) -> dict[str, dict[str, Mapping[str, Any]]]:
     """Profiles by machine and case, then by contender."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for entry in listed:
-        case = f"{entry['network']}@{entry['size']} on {entry['machine']}, {entry['precision']}"
+        case = f"{case_name((entry['network'], entry['size']))} on {entry['machine']}, {entry['precision']}"
         found.setdefault(case, {})[entry["contender"]] = entry["profile"]
     return found

@@ -30,9 +30,16 @@ class Reference:
     """Eager training's losses, and how far rounding alone carries them."""
 
     losses: list[float]
+    #: how far others may be from them at any step
     tolerance: float
     #: how far apart eager trainings are that round otherwise
     rounding: Mapping[str, float | None] = field(default_factory=dict)
+    #: how far others may be from them step by step; without: the same at all steps
+    limits: Sequence[float] = ()
+
+    @property
+    def allowed(self) -> Sequence[float]:
+        return self.limits or [self.tolerance] * len(self.losses)
 
 
 class Race:
@@ -128,7 +135,7 @@ class Race:
         entry |= verdict(entry["losses"], self.reference)
         if entry["status"] == "disagrees":
             far = "not finite" if entry["distance"] is None else f"{entry['distance']:.2%} from eager's"
-            what += f": DISAGREES, {far} ({entry['tolerance']:.2%} is allowed)"
+            what += f": DISAGREES, {far} at step {entry['at_step']} ({entry['tolerance']:.2%} is allowed)"
         if entry["status"] != "agrees" or name not in self.contenders:
             self.leave(name)
         self.say(f"{self.case} {name}: {what}")
@@ -136,13 +143,14 @@ class Race:
     def take_reference(self, runner: Runner, entry: Entry) -> None:
         """Eager's losses are what others are compared with, and eager rounded otherwise says how closely."""
         losses, known = entry["losses"], self.known
-        if known is not None and known.rounding and agreement.distance(losses, known.losses) <= known.tolerance:
-            entry |= {"rounding": dict(known.rounding), "tolerance": known.tolerance}
+        if known is not None and known.rounding and verdict(losses, known)["status"] == "agrees":
+            self.reference = Reference(losses, known.tolerance, known.rounding, known.allowed)
         else:
             rounded = runner.ask("rounded", steps=self.settings.steps)["rounded"]
-            entry["rounding"] = {k: finite(agreement.distance(v, losses)) for k, v in rounded.items()}
-            entry["tolerance"] = agreement.tolerance(self.settings.precision, losses, rounded)
-        self.reference = Reference(losses, entry["tolerance"], entry["rounding"])
+            far = {name: finite(agreement.distance(curve, losses)) for name, curve in rounded.items()}
+            limits = agreement.limits(self.settings.precision, losses, rounded)
+            self.reference = Reference(losses, limits[-1], far, limits)
+        entry |= {"rounding": dict(self.reference.rounding), "limits": list(self.reference.allowed)}
 
     # ---- who leaves --------------------------------------------------------------------------------------------------
 
@@ -248,12 +256,12 @@ class Race:
 
 def verdict(losses: Sequence[float], reference: Reference) -> Entry:
     """Whether a contender's times count."""
-    found = agreement.distance(losses, reference.losses)
-    agrees = found <= reference.tolerance
+    found = agreement.nearest(losses, reference.losses, reference.allowed)
     return {
-        "distance": finite(found),
-        "tolerance": reference.tolerance,
-        "status": "agrees" if agrees else "disagrees",
+        "distance": finite(found.distance),
+        "tolerance": found.allowed,
+        "at_step": found.step,
+        "status": "agrees" if found.distance <= found.allowed else "disagrees",
     }
 
 

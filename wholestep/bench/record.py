@@ -7,26 +7,30 @@ from typing import Any
 
 from .contenders import OURS, rank
 from .results import Entry
-from .summary import Table, about, compile_text, machines, markdown_table
+from .summary import Table, about, case_name, compile_text, machines, markdown_table, reason
 
 HEAD = (
     "# Training steps side by side",
     "",
-    "Made by `wholestep bench --summary bench/results/bench.json --record bench/results/bench.md`.",
+    "Made by `wholestep bench --summary bench/results/bench.json` with `--record bench/results/bench.md --plots "
+    "bench/results`.",
     "",
     "- *ms*: median and quartiles of blocks of steps, all contenders in turn, each in a process of its own.",
     "- *host us*: from the call of a step to its return: alone, with an empty queue, after others have had the "
     "processor's caches; and in a row, the median call of rows of 8 (~: by an older measure, the mean of 8 to 20 in "
     "a row, where a full queue makes the host wait).",
     "- *peak GB*: the allocator's peak (*allocated GB*), or what CUDA graphs keep reserved if that is more; *asked for "
-    "GB*: the same without what the allocator hands out beyond that; *planned GB*: what our plan said before it ran.",
+    "GB*: the same without what the allocator hands out beyond that; *planned GB*: what our plan said before it ran. "
+    "Of jax: the most since its process began, what it tries while it compiles included.",
     "- *kernels*: what the profiler saw the device run in a step.",
     "- *compile s*: to the end of the first step with empty caches; *warm*: with ours' caches. *beside n* (or *not "
     "alone*): n others compiled at the same time, which takes longer. Ours compiles alone, because it times kernels, "
     "and so do max-autotune and jax. This flatters our compile time against the others'; torch.compile's other modes "
     "time some kernels too, on their first step, and may choose worse beside others.",
-    "- *loss apart*: largest relative distance of smoothed losses from eager's, of what is allowed: twice what "
-    "rounding does to eager training, at least 1 % in bf16.",
+    "- *loss apart*: relative distance of smoothed losses from eager's, of what is allowed, at the step where that is "
+    "nearest. Allowed by a step is twice what rounding does to eager training by twice as many steps, at least 1 % in "
+    "bf16 and 0.01 % in fp32. Where no step is named: the largest distance, and one limit for all steps, at least 1 % "
+    "in bf16 and 0.1 % in fp32.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
     "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
     '`providers=["aten"]`; *inductor*: with PyTorch\'s compiler among the providers; *max*: with `tune="max"`.',
@@ -49,15 +53,18 @@ CONTENDER_COLUMNS = (
 )
 
 
-def record(entries: Sequence[Entry]) -> str:
-    """All that was measured, case by case: everybody's figures, and of ours who runs what."""
-    lines = [*HEAD]
+def record(entries: Sequence[Entry], plots: Sequence[str] = ()) -> str:
+    """All that was measured, case by case: everybody's figures, and of ours who runs what.
+
+    `plots`: names of plots that lie beside the page.
+    """
+    lines = [*HEAD, *([""] if plots else []), *(f"![{plot_text(name)}]({name})" for name in plots)]
     for found in machines(entries).values():
         table = Table(found)
         lines += ["", f"## {about(found)}"]
         for case, row in table.rows.items():
             items = next((entry["items"] for entry in row.values() if entry.get("items")), "")
-            lines += ["", f"### {'@'.join(filter(None, case))}: {items}", ""]
+            lines += ["", f"### {case_name(case)}: {items}", ""]
             lines += markdown_table(CONTENDER_COLUMNS, [record_row(row[name], name) for name in sorted(row, key=rank)])
             if OURS in row and row[OURS].get("facts", {}).get("providers"):
                 lines += ["", *share_lines(row[OURS]["facts"])]
@@ -66,11 +73,14 @@ def record(entries: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot_text(name: str) -> str:
+    return name.removeprefix("bench_").removesuffix(".svg").replace("_", " ")
+
+
 def record_row(entry: Entry, name: str) -> list[str]:
     """A contender's figures; "-" where one is not known."""
     if entry["status"] != "agrees" or "ms" not in entry:
-        words = f"losses disagree: {entry.get('distance') or 'not finite'}" if "losses" in entry else "failed"
-        return [name, entry.get("why", words), *["-"] * (len(CONTENDER_COLUMNS) - 2)]
+        return [name, reason(entry), *["-"] * (len(CONTENDER_COLUMNS) - 2)]
     facts, ms, older = entry.get("facts", {}), entry["ms"], entry.get("host_us_queued")
 
     def number(value: float | None, decimals: int = 0, unit: float = 1.0) -> str:
@@ -90,8 +100,13 @@ def record_row(entry: Entry, name: str) -> list[str]:
         number(entry.get("copies_and_fills")),
         number(facts.get("moved / bound"), 2),
         compile_text(entry),
-        f"{entry['distance']:.2%} of {entry['tolerance']:.2%}, {len(entry['losses'])} steps",
+        f"{entry['distance']:.2%} of {entry['tolerance']:.2%}, {steps_text(entry)}",
     ]
+
+
+def steps_text(entry: Entry) -> str:
+    steps = f"{len(entry['losses'])} steps"
+    return f"at {entry['at_step']} of {steps}" if "at_step" in entry else steps
 
 
 def share_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -1,17 +1,19 @@
 """What benchmarks found, as one JSON file that grows run by run: an entry per machine, network, size and contender.
 
 Each entry has the command, date, machine and versions it was measured with. A later run replaces entries of the same
-key and keeps the others, so that a machine can be used a little at a time.
+key and keeps the others, so that a machine can be used a little at a time, and by several runs one after the other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from ..errors import InputError
 from ..machine.cpu import cpu_field
 from ..machine.describe import usable_cores
+from .agreement import TELLING
 from .contenders import EAGER
 from .race import Reference
 from .workload import Case
@@ -59,7 +62,7 @@ def version_of(package: str) -> str | None:
 
 
 class Results:
-    """The entries and profiles of a file. `save` writes them after each case, so that nothing is lost."""
+    """The entries and profiles of a file, or of one run."""
 
     def __init__(self, entries: Iterable[Entry] = (), profiles: Iterable[Entry] = ()):
         self.entries = list(entries)
@@ -78,12 +81,22 @@ class Results:
             raise InputError(f"{path} does not hold results of `wholestep bench`; name another file")
         return cls(found["entries"], found["profiles"])
 
+    def add_to(self, path: Path) -> Results:
+        """Puts these into a file, whatever other runs have put there meanwhile, and returns all that it holds then."""
+        with locked(path):
+            whole = Results.load(path)
+            for entry in self.entries:
+                whole.merge(entry)
+            for entry in self.profiles:
+                whole.merge_profile(entry)
+            whole.save(path)
+        return whole
+
     def save(self, path: Path) -> None:
         text = json.dumps(
             {"format": FORMAT, "entries": plain(self.entries), "profiles": plain(self.profiles)}, indent=1
         )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(path.name + ".part")
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(path)
@@ -103,15 +116,34 @@ class Results:
         replace(self.profiles, entry)
 
     def reference(self, case: Case, precision: str, where: Mapping[str, Any], steps: int) -> Reference | None:
-        """Eager's losses of an earlier run on the same machine with the same torch, where they are known."""
+        """Eager's losses of an earlier run on the same machine with the same torch, where they are known.
+
+        Those that have one limit for all steps, and such a wide one that it says little, are not.
+        """
         for entry in self.entries:
             same = (entry["network"], entry["size"]) == (case.network, case.size) and entry["precision"] == precision
             place = entry["machine"] == where["machine"] and entry["versions"]["torch"] == where["versions"]["torch"]
             if same and place and entry["contender"] == EAGER and entry["status"] == "agrees":
-                losses = entry["losses"]
-                if len(losses) == steps and None not in losses:
-                    return Reference(losses, entry["tolerance"], entry.get("rounding", {}))
+                losses, limits = entry["losses"], entry.get("limits", ())
+                telling = limits or entry["tolerance"] <= TELLING
+                if len(losses) == steps and None not in losses and telling:
+                    return Reference(losses, max([*limits, entry["tolerance"]]), entry.get("rounding", {}), limits)
         return None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Other runs that write results into the file's folder wait meanwhile. The folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.parent, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ class Settings:
 
     device: str
     precision: str
-    steps: int = 10
+    steps: int = 50
     rounds: int = 7
     block_seconds: float = 0.4
     limit: float = 300.0

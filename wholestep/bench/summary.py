@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
+from .agreement import TELLING
 from .contenders import EAGER, MODES, OURS, RIVALS, rank
 from .results import Entry
 
@@ -136,7 +137,7 @@ class Table:
             return Outcome(bar, None, 0, 0, 0, "")
         worst = max(values, key=lambda case: values[case])
         value = geometric_mean(list(values.values())) if bar.over == "mean" else values[worst]
-        words = f"{worst[0]}@{worst[1]} {values[worst]:.{digits(bar)}f}"
+        words = f"{case_name(worst)} {values[worst]:.{digits(bar)}f}"
         return Outcome(bar, value, len(values), mixed, beside, words)
 
 
@@ -153,6 +154,20 @@ def machines(entries: Sequence[Entry]) -> dict[tuple[str, str, str], list[Entry]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def case_name(case: tuple[str, str]) -> str:
+    """As a command line names it; an ONNX file has no size."""
+    return "@".join(filter(None, case))
+
+
+def reason(entry: Entry) -> str:
+    """Why a contender's times do not count."""
+    if entry["status"] == "disagrees":
+        far = "not finite" if entry["distance"] is None else f"{entry['distance']:.2%} from eager's"
+        at = f" at step {entry['at_step']}" if "at_step" in entry else ""
+        return f"losses disagree: {far}{at}, {entry['tolerance']:.2%} is allowed"
+    return entry.get("why", "failed")
 
 
 def digits(bar: Bar) -> int:
@@ -181,6 +196,29 @@ def notes(rows: Sequence[Sequence[str]]) -> list[str]:
         "^": "^ theirs compiled beside others, which takes longer; ours compiled alone, because it times kernels.",
     }
     return [note for mark, note in said.items() if any(mark in cell for row in rows for cell in row)]
+
+
+def remarks(table: Table, bars: Sequence[Bar]) -> list[str]:
+    """Who the best of all was picked from, and where losses could be compared but loosely."""
+    cases = list(dict.fromkeys(case for bar in bars if bar.against == BEST for case in bar.cases))
+    took_part = [(name, sum(table.figure(case, name, "ms") is not None for case in cases)) for name in RIVALS]
+    found = []
+    if cases:
+        counts = ", ".join(f"{name} {count}" for name, count in took_part)
+        found.append(f"The best of all is the best of those that were measured, of {len(cases)} cases: {counts}.")
+    loose = {case: row[EAGER]["tolerance"] for case, row in table.rows.items() if EAGER in row and loosely(row[EAGER])}
+    if loose:
+        listed = ", ".join(f"{case_name(case)} {limit:.0%}" for case, limit in loose.items())
+        found.append(
+            f"Losses with a limit above {TELLING:.0%}, the same for all steps (twice what rounding does to eager "
+            f"training by the last one): {listed}."
+        )
+    return found
+
+
+def loosely(eager: Entry) -> bool:
+    """Whether losses were compared with eager's by one limit for all steps, and one that says little."""
+    return eager["status"] == "agrees" and "limits" not in eager and eager["tolerance"] > TELLING
 
 
 def case_rows(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -215,7 +253,7 @@ def contender_rows(table: Table) -> tuple[list[str], list[list[str]]]:
                 cells[4] = "" if ratio is None else f"{ratio[0]:.3f}{'' if table.one_run(case, name) else '*'}"
             if entry.get("distance") is not None:
                 cells[5] = f"{entry['distance']:.1e}{'' if entry['status'] == 'agrees' else ' DISAGREES'}"
-            rows.append([f"{case[0]}@{case[1]}" if case[1] else case[0], name, *cells])
+            rows.append([case_name(case), name, *cells])
     return columns, rows
 
 
@@ -265,21 +303,24 @@ def markdown(entries: Sequence[Entry], bars: Sequence[Bar]) -> str:
             rows = bar_rows(table, own)
             shown += rows
             lines += [*markdown_table(BAR_COLUMNS, rows), ""]
+            lines += [part for remark in remarks(table, own) for part in (remark, "")]
         columns, cases = case_rows(table)
         shown += cases
         lines += [*markdown_table(columns, cases), ""]
     lines.append(
         "Ratios are ours / theirs: lower is better. Each contender has a process of its own, all take turns; medians "
         "of blocks of steps. Losses must agree before a time counts. Convolutional networks of images are laid out "
-        "channels last for everybody; AdamW by PyTorch's fused kernels; bf16 is `torch.autocast` for PyTorch. Compile "
-        "time: from the call to the end of the first step, with empty caches; (beside n): n others compiled meanwhile."
+        "channels last for everybody; there is no dropout. For PyTorch bf16 is `torch.autocast`; torch.compile "
+        "compiles forward and loss, and backward with them; AdamW is called as it is, with its fused kernels. All "
+        "other settings are PyTorch's defaults. Compile time: from the call to the end of the first step, with empty "
+        "caches; (beside n): n others compiled meanwhile."
     )
     lines += [f"\\{note}" for note in notes(shown)]
     return "\n".join(lines) + "\n"
 
 
-def write_between_markers(path: Path, text: str) -> None:
-    """Replaces what lies between the markers of a page."""
+def between_markers(path: Path) -> tuple[str, str]:
+    """What lies before and after the markers of a page."""
     try:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -288,4 +329,14 @@ def write_between_markers(path: Path, text: str) -> None:
     _, closed, after = rest.partition(END)
     if not found or not closed:
         raise InputError(f"{path} has no place for the table; put these two lines there:\n{BEGIN}\n{END}")
-    path.write_text(f"{before}{BEGIN}\n{text.rstrip()}\n{END}{after}", encoding="utf-8")
+    return before, after
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Replaces what lies between the markers of a page."""
+    before, after = between_markers(path)
+    path.write_text(page_with(before, text, after), encoding="utf-8")
+
+
+def page_with(before: str, text: str, after: str) -> str:
+    return f"{before}{BEGIN}\n{text.rstrip()}\n{END}{after}"

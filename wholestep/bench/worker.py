@@ -209,8 +209,8 @@ class Worker:
         jax = self.trainer.jax
         return {
             "peak_bytes": (self.peak.bytes if jax is None else jax.peak_bytes()) or None,
-            "allocated_bytes": self.peak.allocated or None,
-            "requested_bytes": self.peak.requested or None,
+            "allocated_bytes": (self.peak.allocated if jax is None else 0) or None,
+            "requested_bytes": (self.peak.requested if jax is None else 0) or None,
             "batch_bytes": 2 * size_of(list(self.batch)),  # the one of a step, and the one that is timed later
             "state_bytes": size_of(tensors) if jax is None else jax.state_bytes(),
         }

@@ -97,7 +97,19 @@ def cases(names: Sequence[str], size: str, module: str = NETWORKS) -> list[Case]
             continue
         name, _, own = text.partition("@")
         found += [Case(name, each) for each in (own or size).split(",")]
+    for case in found:
+        check(case, module)
     return found
+
+
+def check(case: Case, module: str) -> None:
+    """Says what is wrong with a name or a size before anything is begun, where the networks' module has a `check`."""
+    known = None if case.is_onnx else getattr(networks(module), "check", None)
+    if known is not None:
+        try:
+            known(case.network, case.size)
+        except ValueError as error:
+            raise InputError(f"{case} cannot be built: {error}") from error
 
 
 def build(
@@ -114,6 +126,8 @@ def build(
         network: Any = listed.build(case.network, case.size, device)
     except ValueError as error:
         raise InputError(f"{case} cannot be built: {error}") from error
+    except ModuleNotFoundError as error:
+        raise InputError(f"{case} needs the package {error.name}, which is not installed") from error
     images = getattr(network, "images", False)
     model = network.model.to(memory_format=torch.channels_last) if images else network.model
     return Workload(

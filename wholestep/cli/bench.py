@@ -6,10 +6,13 @@ Results go to a JSON file run by run; tables, plots and the README's part are ma
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import secrets
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +23,9 @@ from typing import Any
 import torch
 
 from wholestep.bench import page, profile, record, summary
-from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, MODES, OURS, PRECISIONS
+from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, JAX, MODES, OURS, PRECISIONS
 from wholestep.bench.field import LEAST_SECONDS, Field, Spent
+from wholestep.bench.jax_contender import has_twin
 from wholestep.bench.race import Race
 from wholestep.bench.results import Results, circumstances
 from wholestep.bench.runner import Settings
@@ -30,8 +34,10 @@ from wholestep.cli.console import Console
 from wholestep.errors import InputError
 from wholestep.options import near
 
-HELP = f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none; with a budget of memory: " + ", ".join(
-    f"{name}:0.7" for name in BUDGETED
+HELP = (
+    f"contenders beside ours, of {','.join(CONTENDERS[1:])}, or none; with a budget of memory: "
+    f"{', '.join(f'{name}:0.7' for name in BUDGETED)} (default: eager and all of torch.compile's modes, on a CPU its "
+    "default alone; jax where it is installed and the network has a twin)"
 )
 
 
@@ -65,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=positive, default=3600.0, metavar="S", help="seconds for everything (default 3600)")
     add("--rounds", type=count, default=7, help="blocks of steps that each contender times (default 7)")
     add("--block", type=positive, default=0.4, metavar="S", help="seconds of one block (default 0.4)")
-    add("--steps", type=count, default=10, help="steps whose losses are compared (default 10)")
-    add("--threads", type=int, default=0, help="threads on a CPU (default: torch's own)")
+    add("--steps", type=count, default=50, help="steps whose losses are compared (default 50)")
+    add("--threads", type=count, default=0, help="threads on a CPU (default: torch's own)")
     add("--networks", default=NETWORKS, metavar="MODULE", help="a module with build(name, size, device)")
     add("--bind", action="append", default=[], metavar="DIM=N", help="the size of a free dimension of an ONNX file")
 
@@ -96,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
     )
     contenders = [OURS, *rivals(args.against, device)]
     wanted = cases(args.names, args.size or ("full" if device == "cuda" else "cpu"), args.networks)
-    results = Results.load(Path(args.json)) if args.json else Results()
-    measured = measure(console, wanted, contenders, settings, results, args)
+    check_places(args)
+    measured = measure(console, wanted, contenders, settings, args)
     show(console, measured, args)
-    write_pages(results, args)
+    write_pages(Results.load(Path(args.json)) if args.json else measured, args)
     return 0 if all(entry["status"] == "agrees" for entry in [*measured.entries, *measured.profiles]) else 1
 
 
@@ -108,11 +114,11 @@ def measure(
     wanted: Sequence[Case],
     contenders: Sequence[str],
     settings: Settings,
-    results: Results,
     args: argparse.Namespace,
 ) -> Results:
-    """Runs all cases that fit the time. What is found goes to `results`, and to the file after each case."""
+    """Runs all cases that fit the time. What is found of a case goes to the file before the next one begins."""
     began, measured = time.monotonic(), Results()
+    results = Results.load(Path(args.json)) if args.json else measured
     command = shlex.join(["wholestep", *sys.argv[1:]]) if sys.argv[1:2] == ["bench"] else "wholestep bench"
 
     def say(text: str) -> None:
@@ -120,9 +126,9 @@ def measure(
         console.stream.flush()  # whoever reads a file of it sees how far it is
 
     def keep(where: Mapping[str, Any], race: Race) -> None:
-        merge(race, where, settings, results, measured)
-        if args.json:
-            results.save(Path(args.json))
+        merge(race, where, settings, measured)
+        if args.json:  # of a run that profiles, profiles alone
+            Results(() if settings.profile else measured.entries, measured.profiles).add_to(Path(args.json))
 
     waiting, spent, deadline = list(wanted), None, began + args.seconds
     while waiting:
@@ -138,22 +144,31 @@ def measure(
         races = []
         for case in group:
             known = results.reference(case, settings.precision, where, settings.steps)
-            races.append(Race(case, contenders, limited, say, deadline, known))
+            twin = [JAX] if args.against is None and has_twin(case.network, settings.networks) else []
+            races.append(Race(case, [*contenders, *twin], limited, say, deadline, known))
         field = Field(races, settings.together > 0, deadline, say)
-        spent = field.run(Race.profiling if settings.profile else Race.timing, partial(keep, where))
+        try:
+            spent = field.run(Race.profiling if settings.profile else Race.timing, partial(keep, where))
+        except KeyboardInterrupt:
+            kept = (
+                f"what was finished before is in {args.json}"
+                if args.json
+                else "--json FILE would keep what is finished"
+            )
+            say(f"stopped in {', '.join(map(str, group))}; {kept}")
+            raise
     return measured
 
 
-def merge(race: Race, where: Mapping[str, Any], settings: Settings, results: Results, measured: Results) -> None:
-    """Puts what was found of a case into all results and into those of this run."""
+def merge(race: Race, where: Mapping[str, Any], settings: Settings, measured: Results) -> None:
+    """Puts what was found of a case into the results of this run."""
     who = {"network": race.case.network, "size": race.case.size, "precision": settings.precision}
     for name, entry in race.entries.items():
         whole = who | {"contender": name} | dict(where) | entry
-        for each in (results, measured):
-            if settings.profile and "profile" in whole:
-                each.merge_profile(whole)
-            elif not settings.profile or each is measured:
-                each.merge(whole)
+        if settings.profile and "profile" in whole:
+            measured.merge_profile(whole)
+        else:
+            measured.merge(whole)
 
 
 def fitting(spent: Spent | None, left: float, whole: float) -> int:
@@ -178,11 +193,12 @@ def show(console: Console, results: Results, args: argparse.Namespace) -> None:
         if own:
             rows = summary.bar_rows(table, own)
             console.table(summary.BAR_COLUMNS, rows, left=2)
-            for note in summary.notes(rows):
+            for note in [*summary.notes(rows), *summary.remarks(table, own)]:
                 console.line(note)
         for entry in entries:
             if entry["status"] != "agrees":
-                console.line(f"{entry['network']}@{entry['size']} {entry['contender']}: {page.reason(entry)}")
+                case = summary.case_name((entry["network"], entry["size"]))
+                console.line(f"{case} {entry['contender']}: {summary.reason(entry)}")
     for case, group in page.by_case(results.profiles).items():
         show_profile(console, case, group)
 
@@ -204,11 +220,12 @@ def write_pages(results: Results, args: argparse.Namespace) -> None:
     bars = bars_of(args.networks)
     if args.html:
         write(Path(args.html), page.page(results.entries, results.profiles, bars))
+    plots = page.plots(results.entries) if args.plots else {}
+    for name, drawn in plots.items():
+        write(Path(args.plots) / name, drawn)
     if args.record:
-        write(Path(args.record), record.record(results.entries))
-    if args.plots:
-        for name, drawn in page.plots(results.entries).items():
-            write(Path(args.plots) / name, drawn)
+        beside = args.plots and Path(args.plots).resolve() == Path(args.record).resolve().parent
+        write(Path(args.record), record.record(results.entries, list(plots) if beside else ()))
     if args.readme:
         summary.write_between_markers(Path(args.readme), summary.markdown(results.entries, bars))
         print(f"written: {args.readme}", file=sys.stderr)
@@ -240,7 +257,7 @@ def write(path: Path, text: str) -> None:
 def rivals(given: str | None, device: str) -> list[str]:
     """The contenders beside ours."""
     if given is None:
-        return [EAGER, *MODES] if device == "cuda" else [EAGER, "compile"]  # jax: only where it is asked for
+        return [EAGER, *MODES] if device == "cuda" else [EAGER, "compile"]
     names = [name for name in given.split(",") if name not in ("", "none", OURS)]
     for text in names:
         name, colon, share = text.partition(":")
@@ -269,6 +286,23 @@ def is_share(text: str) -> bool:
         return 0 < float(text) <= 1
     except ValueError:
         return False
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """What cannot be written is said before anything is measured."""
+    files = [Path(file) for file in (args.json, args.html, args.record) if file]
+    files += [Path(args.plots) / "any.svg"] if args.plots else []
+    for path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    if args.readme:
+        summary.between_markers(Path(args.readme))
 
 
 def existing(file: str) -> Path:
