@@ -25,7 +25,7 @@ FOLDER = "tests/backends/triton"
 NAMES = ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
 SUITE = [f"{FOLDER}/{name}.py" for name in NAMES]
 #: processes that share the tests
-AT_ONCE = 8
+AT_ONCE = 14
 
 
 def ran(command: list[str], **environment: str) -> tuple[int, str, float]:

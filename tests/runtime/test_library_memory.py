@@ -79,6 +79,9 @@ def test_what_the_allocator_hands_out_beyond_is_part_of_the_plan(monkeypatch):
         {"address": second, "blocks": [block(4096, 3000)]},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert library_memory.handed_beyond(tensors) == 0
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert library_memory.handed_beyond([*tensors, tensors[0][10:20]]) == 24 + 1096
     plan = two_layers().plan
     before, plan.handed_beyond = plan.peak, 1120

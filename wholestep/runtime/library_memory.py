@@ -41,7 +41,9 @@ def handed_out(device: torch.device) -> tuple[int, int]:
 
 
 def handed_beyond(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the allocator's blocks that hold some tensors, beyond what was asked for."""
+    """Bytes of the allocator's blocks that hold some tensors, beyond what was asked for; 0 of one that does not tell."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0
     places = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
     found = 0
     for segment in torch.cuda.memory_snapshot():
