@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,9 +204,11 @@ def test_steps_before_rounding_shows_are_held_to_stricter_limits() -> None:
     curve = [10.0 - i for i in range(8)]
     chaotic = [*curve[:6], 2 * curve[6], 2 * curve[7]]
     limits = agreement.limits("bf16", curve, {"fp32": chaotic})
-    assert limits[:3] == [0.01] * 3 and limits[3] == limits[7] > 0.3
+    assert limits[:3] == [0.01] * 3 and limits[3] == limits[7] > agreement.CHAOS
     known = Reference(curve, limits[-1], limits=limits)
     assert race.verdict(chaotic, known)["status"] == "agrees"
+    assert race.verdict([*curve[:7], 10 * curve[7]], known)["status"] == "agrees"  # by then rounding decides
+    assert race.verdict([*curve[:7], math.inf], known)["status"] == "disagrees"
     early = [curve[0], curve[1], 1.1 * curve[2], *curve[3:]]
     assert race.verdict(early, replace(known, limits=()))["status"] == "agrees"
     found = race.verdict(early, known)

@@ -18,6 +18,8 @@ TIMES = 2.0
 SOONER = 2
 #: a limit above this says little
 TELLING = 0.1
+#: and above this nothing: rounding decides where training goes, and losses need only be finite
+CHAOS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def limits(precision: str, reference: Sequence[float], rounded: Mapping[str, Seq
 
 
 def nearest(losses: Sequence[float], reference: Sequence[float], allowed: Sequence[float]) -> Nearest:
-    """Where two curves are furthest apart for what is allowed there."""
-    found = zip(distances(losses, reference), allowed, range(1, len(reference) + 1), strict=True)
-    return max((Nearest(*each) for each in found), key=lambda each: each.distance / each.allowed)
+    """Where two curves are furthest apart for what is allowed there, among the steps of which that says anything."""
+    steps = zip(distances(losses, reference), allowed, range(1, len(reference) + 1), strict=True)
+    found = [Nearest(*each) for each in steps]
+    judged = [each for each in found if each.allowed <= CHAOS] or found
+    return max(judged, key=lambda each: each.distance / each.allowed)

@@ -29,8 +29,8 @@ HEAD = (
     "time some kernels too, on their first step, and may choose worse beside others.",
     "- *loss apart*: relative distance of smoothed losses from eager's, of what is allowed, at the step where that is "
     "nearest. Allowed by a step is twice what rounding does to eager training by twice as many steps, at least 1 % in "
-    "bf16 and 0.01 % in fp32. Where no step is named: the largest distance, and one limit for all steps, at least 1 % "
-    "in bf16 and 0.1 % in fp32.",
+    "bf16 and 0.01 % in fp32; where that is more than half, losses need only be finite. Where no step is named: the "
+    "largest distance, and one limit for all steps, at least 1 % in bf16 and 0.1 % in fp32.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
     "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
     '`providers=["aten"]`; *inductor*: with PyTorch\'s compiler among the providers; *max*: with `tune="max"`.',

@@ -41,7 +41,7 @@ def handed_out(device: torch.device) -> tuple[int, int]:
 
 
 def handed_beyond(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the allocator's blocks that hold some tensors, beyond what was asked for; 0 of one that does not tell."""
+    """Bytes of the allocator's blocks that hold some tensors, beyond what was asked for; 0 where it does not tell."""
     if torch.cuda.get_allocator_backend() != "native":
         return 0
     places = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
