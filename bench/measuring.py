@@ -20,17 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import wholestep as ws
-from wholestep.backends import choose, timing
+from wholestep.backends import choose, timing, trial
 from wholestep.bench.workload import Case, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHOWN = 25
 #: what is timed: where it is found, and its name
 PARTS: tuple[tuple[Any, str], ...] = (
-    *((choose, name) for name in ("neutral_inputs", "difference", "has_nan", "spoilt", "make_room", "empty")),
-    *((choose, name) for name in ("on_cpu", "on_gpu")),
+    *((trial, name) for name in ("neutral_inputs", "difference", "has_nan", "spoilt", "empty", "marks_of")),
+    *((choose, name) for name in ("make_room", "on_cpu", "on_gpu")),
     *((choose.Choices, name) for name in ("attempt", "compare")),
-    (choose.Exact, "judge"),
+    (trial.Exact, "judge"),
     (timing, "captured"),
     (torch.cuda, "empty_cache"),
 )
@@ -59,7 +59,7 @@ class Clock:
 def main() -> None:
     network, size = [*sys.argv[1:], *("efficientnet_b0", "full" if DEVICE == "cuda" else "cpu")[len(sys.argv) - 1 :]]
     clock, regions = Clock(), list[tuple[float, int, list[str]]]()
-    compare, op_by_op = choose.Choices.compare, choose.op_by_op
+    compare, op_by_op = choose.Choices.compare, trial.op_by_op
 
     def watched(self: Any, contest: Any, *rest: Any) -> None:
         start = time.perf_counter()
@@ -68,7 +68,7 @@ def main() -> None:
         regions.append((time.perf_counter() - start, contest.region.bytes, ways))
 
     choose.Choices.compare = watched  # type: ignore[method-assign]
-    choose.op_by_op = lambda region: clock.watch(op_by_op(region), "ATen, op by op")
+    trial.op_by_op = lambda region: clock.watch(op_by_op(region), "ATen, op by op")
     for place, name in PARTS:
         setattr(place, name, clock.watch(getattr(place, name), name))
     work = build(Case(network, size), DEVICE)

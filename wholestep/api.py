@@ -15,6 +15,7 @@ from torch import nn
 from . import machine
 from .backends.attentions import Decision, choose_attentions
 from .backends.choose import Choices, choices_for
+from .backends.progress import Bar
 from .backends.providers import providers_for
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
@@ -349,6 +350,7 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
         return None
     if step.choices is None:
         step.choices = choices_for(device, providers, options.tune)
+        step.choices.progress = Bar()
     return step.choices
 
 

@@ -113,6 +113,27 @@ def nothing_written(region: Region) -> Launcher:
     return lambda *tensors: None
 
 
+def spends_an_operand(self: Aped, region: Region) -> Launcher:
+    true = copying(op_by_op(region), len(region.operands))
+
+    def run(*tensors: torch.Tensor) -> None:
+        true(*tensors)
+        tensors[0].view(-1)[5] = 9.0
+
+    return run
+
+
+def right_once(self: Aped, region: Region) -> Launcher:
+    true, calls = copying(op_by_op(region), len(region.operands)), list[int]()
+
+    def run(*tensors: torch.Tensor) -> None:
+        true(*tensors)
+        calls.append(1)
+        tensors[-1].add_(float(len(calls) > 1))
+
+    return run
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "one element": (spoiling(one_off), "wrong: result 0"),
     "all elements a little": (spoiling(lambda r: r[0].mul_(1.01)), "wrong: result 0"),
@@ -121,6 +142,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "out of memory": (spoiling(raising(torch.OutOfMemoryError("no 3 GiB"))), "it crashed: OutOfMemoryError: no 3 GiB"),
     "says nothing": (spoiling(raising(KeyError())), "it crashed: KeyError"),
     "not written": (type("Lazy", (Aped,), {"launcher": lambda self, r: nothing_written(r)}), "finite at other places"),
+    "writes an operand": (type("Spends", (Aped,), {"launcher": spends_an_operand}), "it writes over its operands"),
     "build raises": (type("NoBuild", (Aped,), {"build": raising(ValueError("no compiler"))}), "not built: ValueError"),
     "build fails": (type("Failed", (Aped,), {"launcher": lambda self, r: ValueError("ptxas")}), "ValueError: ptxas"),
     "build forgets": (type("Forgets", (Aped,), {"build": lambda self, o, report=None: {}}), "it was not built"),
@@ -136,6 +158,34 @@ def test_a_bad_way_is_excluded_with_its_reason(how: str) -> None:
     chosen = choices.known[wanted.key]
     assert (chosen.provider, chosen.run) == ("aten", None)
     assert [(t.name, why in t.why) for t in chosen.excluded] == [("aped:one", True)], chosen.excluded
+
+
+def test_who_spends_operands_spoils_no_other_trial() -> None:
+    """A slower way that is right is tried after it, and taken for lack of ATen's."""
+    bad = type("Spends", (Aped,), {"launcher": spends_an_operand, "name": "bad"})
+    choices, wanted = Choices(CPU, [bad(), Aped()]), region()
+    choices.decide([wanted])
+    assert choices.known[wanted.key].provider == "aped"
+
+
+def test_a_way_that_is_right_only_the_first_time_is_not_taken() -> None:
+    once = type("Once", (Aped,), {"launcher": right_once, "name": "once"})
+    choices, wanted = Choices(CPU, [once(), spoiling(lambda results: time.sleep(0.001))()]), region()
+    choices.decide([wanted])
+    chosen = choices.known[wanted.key]
+    assert chosen.provider == "aped" and [t.name for t in chosen.excluded] == ["once:one"]
+    assert chosen.excluded[0].why.startswith("right at first, but not after it was timed: wrong: result 0")
+
+
+def test_a_compiler_that_builds_nothing_is_one_warning() -> None:
+    failed = type("Failed", (Aped,), {"launcher": lambda self, r: ValueError("ld: not found")})
+    choices = Choices(CPU, [Aten(), failed()])
+    with pytest.warns(
+        UserWarning, match=r"none of 3 kernels by aped could be built.*\(ValueError: ld: not found\)"
+    ) as said:
+        choices.decide([region(n) for n in (8, 16, 24)])
+        choices.decide([region(n) for n in (32, 40, 48)])
+    assert len(said) == 1
 
 
 def test_a_full_disk_of_a_compiler_is_one_warning_and_what_it_chose_is_not_kept(tmp_path: Path) -> None:
@@ -174,6 +224,12 @@ def test_a_provider_that_fails_before_it_builds(where: str) -> None:
     wanted = region()
     choices.decide([wanted])
     assert choices.known[wanted.key].provider == "aten"
+    assert choices.refusals == {"aped": {"it failed: TypeError: unknown op": 1}}
+
+
+def test_a_provider_that_fails_to_say_what_it_takes_takes_nothing() -> None:
+    choices = Choices(CPU, [type("Fails", (Aped,), {"takes": raising(TypeError("unknown op"))})(), Aten()])
+    assert not choices.takes(region().ops[0])
     assert choices.refusals == {"aped": {"it failed: TypeError: unknown op": 1}}
 
 

@@ -14,6 +14,7 @@ import itertools
 import math
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +32,13 @@ from ..machine.description import find_description
 from ..transforms.regions import form_of
 from . import compare
 from .about import about
-from .compare import TIED, TURNED, Exact, difference, first_line, rounds, spoilt
-from .convolutions import by_quick_kernels, starts_slowly
+from .compare import first_line
+from .convolutions import starts_slowly
 from .crashes import BROKEN, collect, note_name, watched
 from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
 from .store import Choice, Objects, Store, Timed, fingerprint, lack_of_room, say_not_built
 from .timing import make_room, on_cpu, on_gpu
+from .trial import Trial, empty
 
 #: a generated way must be this much better than ATen's to be taken: launches that are views or in place cost ATen less
 #: inside a plan than alone
@@ -56,6 +58,9 @@ NEAR = 1.2
 ALIKE = 2
 #: who takes long to start is not timed where what runs already takes fewer times as long as its bytes do
 LITTLE = 3.0
+
+#: how the reason begins why a way was not tried, and how many of a provider's tell that it cannot build at all
+NOT_BUILT, MANY = "not built: ", 3
 
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
@@ -94,6 +99,8 @@ class Choices:
     bandwidth: float = math.inf
     #: so many regions are tried in other ways however little they weigh
     heaviest: int = 0
+    #: providers that were said to build nothing
+    silent: set[str] = field(default_factory=set)
     #: the providers that take part now
     contenders: list[Provider] = field(init=False)
 
@@ -106,7 +113,15 @@ class Choices:
         return None if self.store is None else self.store.objects
 
     def takes(self, op: object) -> bool:
-        return any(p.takes(op) for p in self.providers)  # type: ignore[arg-type]
+        return any(self.taken_by(provider, op) for provider in self.providers)
+
+    def taken_by(self, provider: Provider, op: object) -> bool:
+        """Whether a provider wants an op for itself; one that fails to say so does not."""
+        try:
+            return provider.takes(op)  # type: ignore[arg-type]
+        except Exception as error:  # one provider's failure is no reason to stop
+            self.refuse(provider.name, f"it failed: {first_line(error)}")
+            return False
 
     def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
         """Chooses for regions that nothing is known of yet. later: regions like which some will be asked for next.
@@ -121,8 +136,22 @@ class Choices:
                 self.ahead[1].drop()
         for key, contest in contests.items():
             self.known[key] = self.settle(contest)
+        self.say_who_builds_nothing(contests.values())
         if self.device.type == "cuda" and any(c.timed for c in contests.values()):
             torch.cuda.empty_cache()  # what operands took is the step's again
+
+    def say_who_builds_nothing(self, contests: Iterable[Contest]) -> None:
+        """One warning for a provider that can build nothing: its compiler is there and does not work."""
+        tried = [t for contest in contests for t in contest.timed]
+        for name in {t.name.partition(":")[0] for t in tried} - self.silent:
+            own = [t.why for t in tried if t.name.startswith(f"{name}:")]
+            if len(own) >= MANY and all(why.startswith(NOT_BUILT) for why in own) and not any(map(lack_of_room, own)):
+                self.silent.add(name)
+                warnings.warn(
+                    f"none of {len(own)} kernels by {name} could be built, so others run in their place "
+                    f"({own[0].removeprefix(NOT_BUILT)}). Try: `wholestep doctor`, or providers=[...] without {name}",
+                    stacklevel=2,
+                )
 
     def hold(self, regions: Iterable[Region], later: Sequence[Region] = ()) -> dict[str, Contest]:
         """Contests for regions that nothing is known of: first of best guesses, then of all where it is worth it."""
@@ -371,7 +400,7 @@ class Choices:
             if self.has_broken(provider, offer):
                 made = RuntimeError("it has broken a process before")
             if isinstance(made, Exception):
-                contest.timed.append(Timed(f"{provider.name}:{offer.name}", 0.0, f"not built: {first_line(made)}"))
+                contest.timed.append(Timed(f"{provider.name}:{offer.name}", 0.0, f"{NOT_BUILT}{first_line(made)}"))
             else:
                 usable.append((provider, offer, made))
         own = [u for u in usable if u[0].name != "aten"]
@@ -398,47 +427,31 @@ class Choices:
     def compare(self, contest: Contest, usable: Sequence[Way], trying: Callable[[str], None]) -> None:
         """Times every way whose result is right; ATen itself last, so that it is not timed long where it is slow.
 
-        It has run before, for the wanted results: the call that is compared may be enough.
+        It has run before, for the wanted results: the call that is compared may be enough. The best is compared once
+        more after all: a way may be right only the first time.
         """
         region, timed = contest.region, contest.timed
         contest.waiting = []
-        reference = op_by_op(region)
-        inputs = neutral_inputs(region, False)
         try:
-            with by_quick_kernels(region):
-                wanted = reference(*inputs)
-                if has_nan(wanted):
-                    inputs = neutral_inputs(region, True)
-                    wanted = reference(*inputs)
+            trial = Trial(region, self.wait)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what was made up for operands does not suit the ops
             contest.give_up(first_line(error))
             return
-        low = rounds(region)
-        turned = TIED if low and any(op.name == "step.max_pool" for op in region.ops) else TURNED
-        exact = Exact(region, inputs, wanted)
-        outputs = [empty(s, self.device) for s in region.results]
-        spares = self.spares(region)
+        spares, ran = self.spares(region), list[tuple[float, Way]]()
+        best = math.inf if contest.best is None else contest.best[0]
         for provider, offer, run in usable:
-            for output, right in zip(outputs, wanted, strict=True):
-                spoilt(output, right)
             scratch = [empty(s, self.device) for s in offer.scratch]
-            tensors = (*inputs, *outputs, *scratch)
-            turns = itertools.cycle([tensors, *((*spare, *scratch) for spare in spares)])
-            best = math.inf if contest.best is None else contest.best[0]
+            turns = itertools.cycle([trial.tensors(scratch), *((*spare, *scratch) for spare in spares)])
             if provider.name == "aten" and self.is_not_waited_for(region, best):
                 contest.pass_over(provider.name)
                 self.refuse(provider.name, contest.refused[provider.name])
                 continue
             trying(note_name(provider, offer))
             try:
-                start = time.perf_counter()
-                run(*tensors)
-                before = time.perf_counter() - start if provider.name == "aten" else 0.0
-                self.wait()
-                why = difference(outputs, wanted, low, turned)
-                why = exact.judge(outputs, why, turned) if why and low else why
+                why, before = trial.judge(run, scratch)
+                before = before if provider.name == "aten" else 0.0
                 seconds = 0.0 if why else self.time(lambda: run(*next(turns)), best, before)  # noqa: B023
             except Exception as error:
                 why, seconds = f"it crashed: {first_line(error)}", 0.0
@@ -449,10 +462,32 @@ class Choices:
                 continue
             if provider.name == "aten":
                 contest.aten = seconds = seconds * (MARGIN_OF_PRODUCTS if is_product(region) else MARGIN)
-            if seconds < best:
-                contest.best = (seconds, (provider, offer, run))
+            best = min(best, seconds)
+            ran.append((seconds, (provider, offer, run)))
+        self.take_best(contest, ran, trial)
         if contest.best is not None and contest.guessed == math.inf:
             contest.guessed = contest.best[0]
+
+    def take_best(self, contest: Contest, ran: list[tuple[float, Way]], trial: Trial) -> None:
+        """The quickest whose results are still right after all the calls that were timed."""
+        for seconds, way in sorted(ran, key=lambda pair: pair[0]):
+            if contest.best is not None and contest.best[0] <= seconds:
+                return
+            provider, offer, run = way
+            why = ""
+            if provider.name != "aten":
+                try:
+                    why, _ = trial.judge(run, [empty(s, self.device) for s in offer.scratch])
+                except Exception as error:
+                    why = f"it crashed: {first_line(error)}"
+                    if not self.answers():
+                        self.break_off(provider, offer, contest.region, error)
+            if not why:
+                contest.best = (seconds, way)
+                return
+            name = name_of((provider, offer))
+            found = Timed(name, 0.0, f"right at first, but not after it was timed: {why}")
+            contest.timed[:] = [found if t.name == name else t for t in contest.timed]
 
     def is_not_waited_for(self, region: Region, best: float) -> bool:
         """Whether ATen is not timed: its first call takes as long as all the others, and little could be won."""
@@ -643,15 +678,6 @@ def most_like(names: Sequence[str], pairs: Sequence[Pair]) -> list[Pair]:
 
 def words(name: str) -> list[str]:
     return re.findall(r"\d+|[^\d\s]+", name)
-
-
-def has_nan(tensors: Sequence[torch.Tensor]) -> bool:
-    found = [t.isnan().any() for t in tensors if t.is_floating_point()]
-    return bool(found) and bool(torch.stack(found).any())  # (waits for the device once)
-
-
-def empty(spec: object, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)  # type: ignore[attr-defined]
 
 
 #: ops that hand on the integers they are given
