@@ -210,6 +210,33 @@ def clear_cublas_workspaces() -> None:
 
 
 @contextmanager
+def cpu_allocations(sizes: list[int]) -> Iterator[None]:
+    """Adds the bytes that torch's allocator for CPUs hands out to this thread meanwhile, and, below 0, what comes back.
+
+    Nothing is added where a profiler of torch is on already: there is one at a time.
+    """
+    autograd = torch._C._autograd
+    try:
+        config = torch._C._profiler
+        # (no shapes, stacks, flops, modules)
+        only_memory = (False, True, False, False, False, config._ExperimentalConfig())
+        wanted = config.ProfilerConfig(config.ProfilerState.CPU, *only_memory)
+        begin, end = autograd._enable_profiler_legacy, autograd._disable_profiler_legacy
+    except (AttributeError, TypeError):  # of another torch: what is taken is then not known
+        yield
+        return
+    if autograd._profiler_enabled():
+        yield
+        return
+    begin(wanted)
+    try:
+        yield
+    finally:
+        for thread in end():
+            sizes += [event.cpu_memory_usage() for event in thread if event.kind() == "memory_alloc"]
+
+
+@contextmanager
 def cudnn_off() -> Iterator[None]:
     """Has ATen's own kernels convolve. `torch.backends.cudnn.flags` would set its other flags as well."""
     before = torch._C._get_cudnn_enabled()

@@ -68,6 +68,17 @@ def test_each_absence_names_its_loss(change, what, loss):
     assert lost in _shown(machine)
 
 
+def test_a_cpu_that_only_has_the_name_of_a_described_one_is_told_so(monkeypatch):
+    monkeypatch.delenv("WHOLESTEP_MACHINE", raising=False)
+    found = replace(COMPLETE, cpu="AMD EPYC", cuda=())
+    ((_, gpu), (what, loss)) = doctor.missing(found)
+    assert "GPU" in gpu and what == "description of this CPU"
+    assert "epyc-2-cores: it has avx512_bf16, avx512f, and this one has not" in loss
+    assert loss.endswith("Try: wholestep doctor --calibrate --write FILE") and loss in _shown(found)
+    assert len(doctor.missing(replace(found, isa=("avx2", "fma", "avx512f", "avx512_bf16")))) == 1
+    assert doctor.missing(replace(found, cuda=COMPLETE.cuda)) == []  # it is the GPU that is measured
+
+
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0a0+git1", "2.13.0"])
 def test_supported_torch_is_not_missed(version):
     assert doctor.missing(replace(COMPLETE, torch=version)) == []
@@ -139,6 +150,7 @@ def test_calibration_that_cannot_be(monkeypatch, capsys, tmp_path):
 
 BUSY = replace(MEASURED, bandwidth=1e10, spread=0.8, busy="repeats of copies differ by 80%")
 QUIET = replace(MEASURED, spread=0.05)
+NARROW, WIDE = (replace(QUIET, instructions=flags) for flags in (("avx2",), ("avx2", "avx512f")))
 
 
 @pytest.fixture
@@ -164,6 +176,8 @@ def measured(monkeypatch):
         (QUIET, replace(QUIET, gemm={"f32": 5e10}), "its f32 products are 100% faster"),
         (replace(QUIET, name="Another CPU"), QUIET, "it describes Another CPU, 2 threads, and this is A CPU"),
         (replace(QUIET, cores=8), QUIET, "it describes A CPU, 8 threads, and this is A CPU, 2 threads"),
+        (WIDE, NARROW, "it describes another A CPU, 2 threads: it has avx512f, and this one has not"),
+        (QUIET, NARROW, ""),  # of before instructions were noted
     ],
 )
 def test_a_busy_machine_is_told_and_replaces_nothing_better(measured, capsys, tmp_path, before, found, kept):

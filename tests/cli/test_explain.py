@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 
 import pytest
 
 from tests.cost.models import language_step, moved
 from wholestep.cli import main
+from wholestep.runtime.saved import digest
 from wholestep.runtime.train_step import TrainStep
 
 SCRIPT = """
@@ -113,6 +116,33 @@ def test_a_saved_step_is_priced_without_its_model(saved, capsys, tmp_path, monke
     out = capsys.readouterr().out
     assert "a step saved by Wholestep" in out and "by layer group" in out
     assert json.loads(data.read_text())["moved"]["total"] == moved(step).ledger.total
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_saved_step_is_planned_as_it_is_run(tmp_path, capsys, monkeypatch):
+    step = language_step(providers=("aten", "cpp"))
+    step.save(tmp_path / "model.step")
+    report = step.report()
+    assert {"cpp"} < set(report.kernels.providers)
+    monkeypatch.setattr("wholestep.backends.choose.on_cpu", None)  # nothing is timed
+    assert explain(tmp_path / "model.step", "--json", tmp_path / "out.json", "--html", tmp_path / "out.html") == 0
+    out, plain = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert (
+        plain["moved"]["total"] == report.movement.ledger.total and plain["kernels"] == report.movement.ledger.launches
+    )
+    assert plain["recipe"] == step.recipe and re.search(r"^  fuse +\d+  step/", out, re.M)
+    assert "its plan for a CPU; kernels that were not timed on this machine are guessed" in out
+    assert "<td>fuse</td>" in (tmp_path / "out.html").read_text()
+
+
+def test_a_saved_step_of_a_provider_that_is_not_known_here(tmp_path, capsys):
+    step = language_step(level=1)
+    step.save(tmp_path / "model.step")
+    whole = json.loads((tmp_path / "model.step").read_text())
+    whole["content"]["options"] |= {"providers": ["mine"], "level": 2}
+    (tmp_path / "model.step").write_text(json.dumps(whole | {"sha256": digest(whole["content"])}))
+    assert explain(tmp_path / "model.step") == 0
+    assert "there is no provider 'mine'" in (out := capsys.readouterr().out) and "ATen runs every op" in out
 
 
 def test_files_that_are_neither(tmp_path, saved, capsys):

@@ -91,8 +91,8 @@ def test_doctor_shows_every_figure_there_is(capsys):
 def test_a_description_is_found_by_name_and_cores(monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     cpu = next(d for _, d in shipped() if d.kind == "cpu")
-    assert find_description(cpu.name, cpu.cores) == cpu
-    assert find_description(cpu.name, cpu.cores + 1) is None
+    assert find_description(cpu.name, cpu.cores, cpu.instructions) == cpu
+    assert find_description(cpu.name, cpu.cores + 1, cpu.instructions) is None
     assert find_description("NVIDIA H200") == load_description("h200")
     assert find_description("another") is None
     file = tmp_path / "mine.json"

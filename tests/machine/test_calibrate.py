@@ -10,8 +10,17 @@ import torch
 
 from wholestep.errors import InputError
 from wholestep.machine import calibrate as calibration
+from wholestep.machine import description as descriptions
 from wholestep.machine.calibrate import Stopwatch, cache_end, cpu_cache_bytes, judge_cache, judged
-from wholestep.machine.description import Description, find_description, from_json, shipped
+from wholestep.machine.description import (
+    Description,
+    difference,
+    find_description,
+    from_json,
+    load_description,
+    shipped,
+    why_undescribed,
+)
 from wholestep.machine.neighbours import (
     Neighbours,
     gpu_in_use,
@@ -70,6 +79,8 @@ def test_descriptions_tell_how_much_cache_to_count_on():
         ({"read_bandwidth": "fast"}, "no speed"),
         ({"spread": "wide"}, "it is a share"),
         ({"busy": 1}, "are text"),
+        ({"instructions": "avx2"}, "a list of names"),
+        ({"instructions": [2]}, "a list of names"),
     ],
 )
 def test_bad_figures_are_refused(change, message):
@@ -107,6 +118,39 @@ def test_who_else_is_at_work(tmp_path):
     assert neighbours.at_work() == ""
     file.write_text("some total=9000002500000\n")
     assert neighbours.at_work().startswith("programs waited for a CPU")
+
+
+def test_a_cpu_of_the_same_name_with_other_instructions_is_another_one(monkeypatch):
+    monkeypatch.delenv("WHOLESTEP_MACHINE", raising=False)
+    cpu = load_description("epyc-2-cores")
+    assert cpu.instructions == ("avx2", "avx512f", "avx512_bf16") and "inferred" in cpu.sources["instructions"]
+    assert cpu.gemm["bf16"] > 2 * cpu.gemm["f32"]  # what that was inferred from
+    found = []
+    for given in (cpu.instructions, ("avx2",), ("avx2", "avx512f"), (*cpu.instructions, "amx_bf16")):
+        monkeypatch.setattr(descriptions, "rate_flags", lambda given=given: given)
+        found.append((find_description(cpu.name, 2), why_undescribed(cpu.name, 2)))
+    another = "another AMD EPYC is described as epyc-2-cores: it has"
+    assert found == [
+        (cpu, ""),
+        (None, f"{another} avx512_bf16, avx512f, and this one has not"),
+        (None, f"{another} avx512_bf16, and this one has not"),
+        (None, f"{another} no amx_bf16, and this one has"),
+    ]
+    assert why_undescribed(cpu.name, 8) == "another AMD EPYC is described as epyc-2-cores: it is of 2 cores, not of 8"
+    assert why_undescribed("another", 2) == ""
+    assert difference(Description("x", "cpu", 1e9), 2) == ""  # nobody noted them
+    monkeypatch.setenv("WHOLESTEP_MACHINE", "epyc-2-cores")  # whoever names one gets it
+    assert find_description(cpu.name, 2) == cpu and why_undescribed(cpu.name, 2) == ""
+
+
+def test_instructions_are_kept_in_a_description(monkeypatch):
+    found = Description("x", "cpu", 1e9, instructions=("avx2", "amx_bf16"))
+    assert from_json(found.to_json(), "it") == found
+    monkeypatch.setattr(calibration, "rate_flags", lambda: ("avx2", "avx512f"))
+    for name in ("copy_bandwidth", "gemm_rate", "launch_cost"):
+        monkeypatch.setattr(calibration, name, lambda *given: 1.0)
+    found = calibration.calibrate_cpu(torch, Stopwatch(calibration.cpu_clock, {}))
+    assert found.instructions == ("avx2", "avx512f") and "instructions" in found.sources
 
 
 def test_the_variable_is_named_where_it_leads_nowhere(monkeypatch, tmp_path):

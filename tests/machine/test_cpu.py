@@ -11,7 +11,18 @@ import time
 import pytest
 
 from wholestep.machine import cpu
-from wholestep.machine.cpu import ISA_CAP, ISA_VARIABLE, Amx, cpu_field, cpu_flags, protect, settle
+from wholestep.machine.cpu import (
+    ISA_CAP,
+    ISA_VARIABLE,
+    RATE_FLAGS,
+    Amx,
+    cpu_field,
+    cpu_flags,
+    protect,
+    rate_flags,
+    settle,
+    usable,
+)
 
 WITH_AMX = frozenset({"fpu", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8"})
 
@@ -51,6 +62,13 @@ def test_granted_leaves_the_environment_alone():
     assert status == Amx(announced=True, granted=True)
     assert status.safe and "granted" in status.verdict
     assert kernel.asked == 1 and environ == {}
+
+
+def test_instructions_that_change_rates_are_those_that_may_be_used():
+    assert usable(WITH_AMX, Amx(True, True)) == ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    assert usable(WITH_AMX, Amx(True, False, ISA_CAP, True, errno.EPERM)) == ("avx2", "avx512f", "avx512_bf16")
+    assert usable(frozenset({"fpu", "asimd", "bf16"}), Amx(False)) == ("bf16",)
+    assert set(rate_flags()) <= set(RATE_FLAGS)
 
 
 @pytest.mark.parametrize("answer", [errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])

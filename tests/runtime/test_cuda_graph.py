@@ -22,9 +22,10 @@ from wholestep.ir.types import F32, TensorType
 from wholestep.plan.planner import Planned, planned_function
 from wholestep.plan.side import SIDE
 from wholestep.runtime import cuda_graph
+from wholestep.runtime.allocated import SLACK
 from wholestep.runtime.bound import BoundPlan
 from wholestep.runtime.calls import Beside
-from wholestep.runtime.cuda_graph import MOST_CAPTURES, SLACK, Graphed
+from wholestep.runtime.cuda_graph import MOST_CAPTURES, Graphed
 from wholestep.runtime.graph_nodes import DriverError
 from wholestep.transforms.side_updates import MARK
 
@@ -213,8 +214,8 @@ def test_memory_that_a_kernel_takes_beside_the_plan_is_noticed(device):
     takes(device, bound, 2, 5 << 20)
     graphed = Graphed(bound)
     graphed.run()
-    assert graphed.unplanned == {"step.cos": 5 << 20}
-    assert graphed.taken_by_kernels == 5 << 20
+    assert graphed.bound.allocated.unplanned == {"step.cos": 5 << 20}
+    assert graphed.bound.allocated.bytes == 5 << 20
 
 
 def test_memory_that_the_plan_knows_of_is_not(device):
@@ -223,7 +224,7 @@ def test_memory_that_the_plan_knows_of_is_not(device):
     bound.plan.launches[2].makes = 5 << 20
     graphed = Graphed(bound)
     graphed.run()
-    assert graphed.unplanned == {} and graphed.taken_by_kernels == 5 << 20
+    assert graphed.bound.allocated.unplanned == {} and graphed.bound.allocated.bytes == 5 << 20
 
 
 def test_a_step_reports_what_its_kernels_took(device):

@@ -133,13 +133,13 @@ def test_text_and_json(monkeypatch):
     assert re.search(r"^  loops +\d+ +\d+ +[\d.]+ MB +[\d.]+% +[\d.]+%$", text, re.M)
     assert re.search(r"^  library +\d+ +- +[\d.]+ MB +[\d.]+% +[\d.]+%$", text, re.M)
     assert re.search(
-        r"^  time: 0 of \d+ launches were timed alone .*; the others count what .* \(modelled\)$", text, re.M
+        r"^  time: 0 of \d+ kernels were timed alone .*; the others count what .* \(modelled\)$", text, re.M
     )
     for phase in ("capture", "autodiff + update", "passes", "verify", "plan", "generate", "build", "measure"):
         assert re.search(rf"^  {re.escape(phase)} +\d+\.\d\d$", text, re.M)
     found = json.loads(step.report("json"))["kernels"]
     assert found["providers"]["loops"]["timed"] == 0 and found["distinct"] == step.report().kernels.distinct
-    assert "kernels            launches" in step.report("html")
+    assert "kernels               count" in step.report("html")
     plain = compiled(providers=["aten"])
     assert "kernels: ATen runs every op; see providers= and level=" in str(plain.report())
 
@@ -173,9 +173,7 @@ def test_measured_times_and_what_was_excluded(three):
     text = "\n".join(kernels.lines())
     assert f"{len(kernels.excluded)} ways to run a region were excluded:" in text
     assert "three:unbuilt: not built: RuntimeError: no compiler" in text
-    assert re.search(
-        rf"time: {share.timed} of \d+ launches were timed alone when they were chosen, [\d.]+ [mu]s;", text
-    )
+    assert re.search(rf"time: {share.timed} of \d+ kernels were timed alone when they were chosen, [\d.]+ [mu]s;", text)
     again = compiled(providers=["three"], tune=True).report().kernels  # from the store: nothing is timed again
     assert again.providers["three"].timed == share.timed
     assert again.providers["three"].measured == pytest.approx(share.measured)

@@ -87,6 +87,14 @@ def test_without_a_device_batches_go_where_this_machine_computes():
     assert batch[0].device.type == there
 
 
+@pytest.mark.parametrize("given", ["step", "", 1.5, [], torch.nn.Linear(2, 2)])
+def test_what_is_no_place_for_batches_is_refused(given):
+    with pytest.raises(
+        InputError, match=r"to a compiled step, or to a device such as \"cuda\", not to .*Try: ws.prefetch"
+    ):
+        ws.prefetch([], given)
+
+
 @pytest.mark.parametrize(
     ("given", "message"), [({"loader": 5}, "goes through a loader"), ({"loader": [], "ahead": 1.5}, "at least 1")]
 )

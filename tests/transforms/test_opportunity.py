@@ -10,18 +10,20 @@ from torch import nn
 
 import wholestep as ws
 from tests.runtime.runs import adamw, data, fresh, squares
-from wholestep.errors import InputError
+from wholestep.errors import InputError, WholestepError
 from wholestep.transforms.opportunity import (
     Change,
     Opportunity,
     Transformation,
     apply_key,
+    by_transformation,
     fewest_bytes,
     forget_transformation,
     opportunities,
     register_policy,
     register_transformation,
     sites,
+    sites_text,
     transform,
     transformations,
     whatever,
@@ -213,3 +215,44 @@ def test_a_policy_of_a_user_is_asked_until_it_picks_nothing():
 def test_a_misspelt_transformation_is_told_of(option):
     with pytest.raises(InputError, match=r"fits no opportunity.*did you mean 'recompute'"):
         run(**{option: ["recompte */gelu#*"]})
+
+
+class Broken(Transformation):
+    """Fails where it is told to."""
+
+    name, level, fails = "broken", 1, "places"
+
+    def places(self, function):
+        if self.fails == "places":
+            raise KeyError("inside")
+        yield from ((op, Change(bytes=-1)) for op in function.regions[0].block if op.name == "step.gelu")
+
+    def apply(self, op):
+        raise AttributeError("no such thing")
+
+
+@pytest.fixture
+def broken():
+    yield register_transformation(Broken)
+    forget_transformation("broken")
+
+
+def test_a_transformation_that_fails_is_named(broken, monkeypatch):
+    step, _, _ = run(force=["recompute */gelu#*"], forbid=["recompute */tanh#*"])  # nobody need ask it
+    assert step.recipe == ["recompute step/1/forward/gelu#0"]
+    failed = (
+        r"'broken' failed while it looked for opportunities: KeyError: 'inside'.\nTry: correct Broken.places.*forget"
+    )
+    for ask in (step.opportunities, lambda: run(force=["*/gelu#*"]), lambda: run(force=["broken *"])):
+        with pytest.raises(WholestepError, match=failed):
+            ask()
+    monkeypatch.setattr(Broken, "fails", "apply")
+    with pytest.raises(WholestepError, match=r"'broken' failed while it was applied at step/1/forward/gelu#0: Attr"):
+        run(force=["broken *"])
+
+
+def test_a_recipe_by_transformation():
+    recipe = ["fuse a#0 + b#0 + c#0", "recompute a#1", "fuse d#0", "recompute a#0", "fuse e#0", "fuse f#0"]
+    found = by_transformation(recipe)
+    assert found == {"fuse": ["a#0 + b#0 + c#0", "d#0", "e#0", "f#0"], "recompute": ["a#1", "a#0"]}
+    assert sites_text(found["fuse"]) == "a#0 + 2 more, d#0, e#0, ..." and sites_text(found["recompute"]) == "a#1, a#0"

@@ -15,8 +15,16 @@ from typing import Any
 
 from wholestep.cli.console import Console
 from wholestep.errors import InputError
+from wholestep.machine.cpu import usable
 from wholestep.machine.describe import Machine, describe
-from wholestep.machine.description import STEADY, VARIABLE, Description, load_description
+from wholestep.machine.description import (
+    STEADY,
+    VARIABLE,
+    Description,
+    difference,
+    load_description,
+    why_undescribed,
+)
 
 TORCH_SERIES = ((2, 11), (2, 13))  # first and last that Wholestep is tested with
 
@@ -91,6 +99,9 @@ def why_kept(before: Description, found: Description) -> str:
     old, new = titled(before), titled(found)
     if old != new:
         return f"it describes {old}, and this is {new}"
+    other = "" if found.instructions is None else difference(before, found.cores, found.instructions)
+    if other:
+        return f"it describes another {old}: {other}"
     if found.busy and not (before.busy and (found.spread or 0) < (before.spread or 0)):
         repeats = "" if before.spread is None else f", when repeats differed by {before.spread:.0%} at most"
         return f"it was measured on a {'busy' if before.busy else 'quiet'} machine{repeats}"
@@ -120,6 +131,8 @@ def show_speed(found: Description, console: Console) -> None:
     if found.cache_bandwidth is not None:
         rows.append(("reading from it", f"{found.cache_bandwidth / 1e9:.1f} GB/s"))
     rows += [(name.replace("_", " "), f"{speed / 1e9:.1f} GB/s") for name, speed in found.links.items()]
+    if found.instructions is not None:
+        rows.append(("instructions for it", " ".join(found.instructions) or "none that change these figures"))
     console.table(("what", "measured"), rows)
 
 
@@ -175,6 +188,10 @@ def missing(machine: Machine) -> list[tuple[str, str]]:
         found.append(("C++ compiler", "generated CPU kernels: steps run op by op through ATen, with more traffic"))
     if machine.cuda and not machine.packages.get("triton"):
         found.append(("triton", "generated GPU kernels: steps run op by op through ATen, with more traffic"))
+    why = why_undescribed(machine.cpu, machine.cores, usable(frozenset(machine.isa), machine.amx))
+    if why and not machine.cuda:
+        measure = "wholestep doctor --calibrate --write FILE"
+        found.append(("description of this CPU", f"the time of a step at its limits: {why}. Try: {measure}"))
     if machine.mlir_opt is None:
         found.append(("mlir-opt", "tests that have stock MLIR judge our text (Debian package mlir-22-tools)"))
     if not machine.packages.get("rich"):

@@ -1,6 +1,7 @@
 """`wholestep explain FILE`: where every byte of a training step goes.
 
-A saved step is read as data: its program is planned and priced, nothing of it runs. A Python script runs as `__main__`
+A saved step is read as data: its program is planned as `ws.load` would, without timing kernels, and priced; nothing of
+it runs. A Python script runs as `__main__`
 until its first compiled step has been called `--steps` times; then it is stopped there and the step's report printed.
 An ONNX model is trained for `--steps` steps on a made-up batch.
 """
@@ -13,11 +14,16 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from wholestep.errors import InputError, WholestepError
 from wholestep.machine.description import Description, load_description
+
+if TYPE_CHECKING:
+    from wholestep.plan.planner import Planned
 
 
 class Stop(BaseException):
@@ -94,23 +100,66 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
     import json
 
     from wholestep.cost import movement_of
-    from wholestep.cost.counting import host_arguments
     from wholestep.cost.html import page
-    from wholestep.plan.planner import planned_function
+    from wholestep.runtime.fusions import recipe_of
+    from wholestep.runtime.report import recipe_lines
     from wholestep.runtime.saved import read_content, reading
-    from wholestep.runtime.saved_program import program_text
 
     content = read_content(path)
     with reading(str(path)):
-        programs = content["programs"]
-        _, function = program_text(programs[-1]["text"], programs[-1]["entry"])
-        planned = planned_function(function, "cpu", host_arguments(function))
-        movement = movement_of(planned, machine, "the bytes are those of its plan for a CPU")
+        planned, note = plan_saved(content)
+        movement = movement_of(planned, machine, note)
+        recipe = [*[str(d["name"]) for d in content["decisions"]], *recipe_of(planned)]
     lines = [f"{path}: a step saved by Wholestep {content['made_with'].get('wholestep')}"]
-    if len(programs) > 1:
-        lines.append(f"it holds {len(programs)} programs, one per shape of the batch; this is the one used last")
-    text = "\n".join([*lines, str(movement)])
-    return text, json.dumps(movement.to_dict(), indent=1) + "\n", page(movement, path.name, None, text)
+    if len(content["programs"]) > 1:
+        count = len(content["programs"])
+        lines.append(f"it holds {count} programs, one per shape of the batch; this is the one used last")
+    text = "\n".join([*lines, *recipe_lines(recipe), str(movement)])
+    plain = movement.to_dict() | {"recipe": recipe}
+    return text, json.dumps(plain, indent=1) + "\n", page(movement, path.name, None, text, recipe)
+
+
+def plan_saved(content: dict[str, Any]) -> tuple[Planned, str]:
+    """The plan of the program that was used last, as `ws.load` would make it, and what is to be said of it.
+
+    Who runs a region is what was measured on this machine, or the best guess where nothing was: no kernel is timed. As
+    the model is not at hand, its tensors count as lying row by row.
+    """
+    import torch
+
+    from wholestep.api import attentions_of, choices_of
+    from wholestep.cost.counting import host_arguments
+    from wholestep.options import Options
+    from wholestep.plan.planner import planned_function
+    from wholestep.runtime.saved import given_values
+    from wholestep.runtime.saved_program import program_text
+    from wholestep.transforms.fusion_wishes import Wishes
+    from wholestep.transforms.layout import own_strides
+
+    saved = content["programs"][-1]
+    module, function = program_text(saved["text"], saved["entry"])
+    options = replace(Options.from_json(given_values(content["options"])), tune=False)
+    on_gpu, here = "cuda" in content["made_for"]["model"]["device"], torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu and here else "cpu")
+    notes = ["the bytes are those of its plan for a " + ("GPU" if device.type == "cuda" else "CPU")]
+    if on_gpu and not here:
+        notes.append("the GPU it was saved for is not here")
+        options = replace(options, providers=None, recipe=(), force=(), forbid=())
+    step: Any = SimpleNamespace(options=options, lost=set(), choices=None)  # what is asked of a step here
+    try:
+        choices = choices_of(step, device)
+    except InputError as error:  # a provider of the user's own
+        choices, step.options = None, replace(options, providers=("aten",))
+        notes.append(str(error))
+    attentions_of(step, SimpleNamespace(module=module), device)  # type: ignore[arg-type]
+    notes.append("ATen runs every op" if choices is None else "kernels that were not timed on this machine are guessed")
+    if not options.level:
+        notes.append("though the reference executor runs the step")
+    laid = own_strides(function)
+    strides = [laid.get(i) for i in range(len(function.regions[0].block.arguments))]
+    wishes = Wishes() if choices is None else Wishes.among(options.recipe, options.force, options.forbid)
+    numbers = host_arguments(function)
+    return planned_function(function, device, numbers, strides, choices=choices, wishes=wishes), "; ".join(notes)
 
 
 # ---- an ONNX model ---------------------------------------------------------------------------------------------------

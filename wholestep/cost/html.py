@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from ..transforms.opportunity import by_transformation, sites_text
 from .ledger import CAUSES, Kernel, Ledger
 from .movement import (
     Movement,
@@ -59,8 +60,16 @@ document.querySelectorAll('th').forEach(th=>th.addEventListener('click',()=>{
 Cell = str | tuple[float, str]
 
 
-def page(movement: Movement, title: str, measured: float | None = None, text: str = "") -> str:
-    """The whole file. `measured` is the median time of a step, `text` the report as a table."""
+def page(
+    movement: Movement,
+    title: str,
+    measured: float | None = None,
+    text: str = "",
+    recipe: Sequence[str] = (),
+    budget: str = "",
+) -> str:
+    """The whole file. `measured` is the median time of a step, `text` the report as a table, `recipe` what was done to
+    the program, `budget` what became of a memory budget."""
     ledger = movement.ledger
     total = max(ledger.total, 1)
     parts = [
@@ -93,7 +102,11 @@ def page(movement: Movement, title: str, measured: float | None = None, text: st
         groups_table("layers", ledger.by_layer_group(), total),
         "<h2>Bytes by kernel</h2>",
         groups_table("kernel", ledger.by_kernel(), total),
+        "<h2>Transformations</h2>",
+        recipe_table(recipe),
     ]
+    if budget:
+        parts.append(f"<h2>Memory budget</h2><pre>{escape(budget)}</pre>")
     if text:
         parts.append(f"<h2>Report</h2><pre>{escape(text)}</pre>")
     return (
@@ -165,6 +178,14 @@ def movers_table(ledger: Ledger) -> str:
         for row in top_movers(ledger, 25)
     ]
     return table(("kernel", "where", "bytes", "calls"), rows)
+
+
+def recipe_table(recipe: Sequence[str]) -> str:
+    rows = [
+        (name, (float(len(where)), str(len(where))), sites_text(where, 8))
+        for name, where in by_transformation(recipe).items()
+    ]
+    return table(("transformation", "times", "where"), rows) if rows else "<p>none</p>"
 
 
 def edges_table(ledger: Ledger) -> str:

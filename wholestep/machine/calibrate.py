@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wholestep.machine.cpu import cpu_field, protect
+from wholestep.machine.cpu import cpu_field, protect, rate_flags
 from wholestep.machine.description import STEADY, Description
 from wholestep.machine.neighbours import Neighbours
 
@@ -61,6 +61,7 @@ def calibrate_cpu(torch: Any, watch: Stopwatch) -> Description:
         "gemm": f"median of {REPEATS} square products at the largest size tried, by element type; {where}",
         "launch_seconds": f"median of {REPEATS} runs of {CALLS} additions of 16 numbers, per call; {where}",
         "cache_bytes": "size of the last cache of the first core as the system tells it; shared with other cores",
+        "instructions": "those that change rates, as the system tells them; AMX only where the kernel grants it",
     }
     if cache is None:
         del sources["cache_bytes"]
@@ -72,6 +73,7 @@ def calibrate_cpu(torch: Any, watch: Stopwatch) -> Description:
         launch_seconds=launch_cost(torch, "cpu", watch),
         cache_bytes=cache,
         cores=torch.get_num_threads(),
+        instructions=rate_flags(),
         sources=sources,
     )
     watch.again(found.bandwidth, copy_bandwidth(torch, "cpu", watch, size))

@@ -17,6 +17,9 @@ from functools import cache
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISA_CAP = "AVX512_CORE_BF16"  # the widest instruction set below AMX that still has bf16
 
+#: instructions that change how fast matrix products are: CPUs of one name, as a virtual machine tells it, may lack some
+RATE_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "bf16")
+
 _ISA_VARIABLES = (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN reads the second, older name where the first is unset
 _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16"})
 _SYS_ARCH_PRCTL = 158
@@ -99,6 +102,17 @@ def request_amx() -> int:
 def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
     """The feature flags of the first processor; empty where the system does not list them."""
     return frozenset(cpu_field("flags", path).split())
+
+
+def rate_flags() -> tuple[str, ...]:
+    """The instructions of this CPU that change how fast products are; AMX only where this process may use it."""
+    return usable(cpu_flags() | frozenset(cpu_field("Features").split()), protect())
+
+
+def usable(flags: frozenset[str], amx: Amx) -> tuple[str, ...]:
+    """Those of some flags that change rates, in order."""
+    refused = amx.granted is False
+    return tuple(name for name in RATE_FLAGS if name in flags and not (refused and name.startswith("amx")))
 
 
 def cpu_field(name: str, path: str = "/proc/cpuinfo") -> str:

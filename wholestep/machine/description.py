@@ -1,19 +1,21 @@
 """Descriptions of machines: how fast memory, matrix products, launches and links are, as JSON files.
 
 Some are shipped beside this file; `wholestep doctor --calibrate --write FILE` measures another. WHOLESTEP_MACHINE names
-the one to use (a shipped name or a file) where the machine at hand has none.
+the one to use (a shipped name or a file) where the machine at hand has none. A CPU is known by its name, its cores and
+the instructions that change its rates: virtual machines give CPUs that differ one name.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wholestep.errors import InputError
+from wholestep.machine.cpu import rate_flags
 
 VARIABLE = "WHOLESTEP_MACHINE"
 FORMAT = "wholestep machine"
@@ -61,6 +63,8 @@ class Description:
     cache_bandwidth: float | None = None
     #: of a CPU: the cores that were used
     cores: int | None = None
+    #: of a CPU: the instructions it has of those that change its rates (`cpu.RATE_FLAGS`); None where nobody noted them
+    instructions: tuple[str, ...] | None = None
     sources: dict[str, str] = field(default_factory=dict)
     #: by which share of their median the repeats of a measurement differed, at most; None where nobody noted it
     spread: float | None = None
@@ -111,7 +115,10 @@ def from_json(text: str, where: str) -> Description:
     texts = [given["name"], given["kind"], given.get("busy", ""), *entries(given, "sources", where)]
     if not all(isinstance(t, str) for t in texts) or given["kind"] not in ("cpu", "cuda"):
         raise InputError(f'{where}: name, sources and busy are text, kind is "cpu" or "cuda"')
-    return Description(**given)
+    flags = given.get("instructions")
+    if flags is not None and not (isinstance(flags, list) and all(isinstance(f, str) for f in flags)):
+        raise InputError(f'{where}: instructions is {flags!r}; it is a list of names, such as ["avx2"]')
+    return Description(**given | {"instructions": None if flags is None else tuple(flags)})
 
 
 def entries(given: dict[str, Any], name: str, where: str) -> list[Any]:
@@ -143,15 +150,37 @@ def load_description(name_or_file: str | os.PathLike[str]) -> Description:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-def find_description(name: str, cores: int | None = None) -> Description | None:
-    """The description of this machine: the one WHOLESTEP_MACHINE names, else a shipped one with its name and cores."""
+def find_description(
+    name: str, cores: int | None = None, instructions: Sequence[str] | None = None
+) -> Description | None:
+    """The description of this machine: the one WHOLESTEP_MACHINE names, else a shipped one of its kind.
+
+    instructions: those of a CPU that change its rates; left out, those of this one.
+    """
     chosen = os.environ.get(VARIABLE)
     if chosen:
         try:
             return load_description(chosen)
         except InputError as error:
             raise InputError(f"{VARIABLE}={chosen}: {error}. Try: unset {VARIABLE}") from None
-    for _, description in shipped():
-        if description.name == name and description.cores in (None, cores):
-            return description
-    return None
+    alike = [d for _, d in shipped() if d.name == name and not difference(d, cores, instructions)]
+    return alike[0] if alike else None
+
+
+def difference(description: Description, cores: int | None, instructions: Sequence[str] | None = None) -> str:
+    """What tells a machine from a described one of its name, in words; "" where it is that one."""
+    if description.cores not in (None, cores):
+        return f"it is of {description.cores} cores, not of {cores}"
+    if description.instructions is None:
+        return ""
+    here, there = set(rate_flags() if instructions is None else instructions), set(description.instructions)
+    parts = [("it has", there - here, "this one has not"), ("it has no", here - there, "this one has")]
+    return "; ".join(f"{its} {', '.join(sorted(flags))}, and {ours}" for its, flags, ours in parts if flags)
+
+
+def why_undescribed(name: str, cores: int | None, instructions: Sequence[str] | None = None) -> str:
+    """Why no description applies although one of a machine's name is shipped; "" where one does, or none is."""
+    if os.environ.get(VARIABLE) or find_description(name, cores, instructions) is not None:
+        return ""
+    found = [f"{own}: {difference(d, cores, instructions)}" for own, d in shipped() if d.name == name]
+    return f"another {name} is described as {found[0]}" if found else ""

@@ -21,7 +21,8 @@ from ..ir.core import Op
 from ..plan.plan import Launch
 from ..plan.planner import Planned
 from ..torch_private import without_detour
-from .calls import Beside, Call, Choice, HostValue, Late, Made, Watched, same_memory, settled
+from .allocated import Allocated
+from .calls import Beside, Call, Choice, Counted, HostValue, Late, Made, Watched, same_memory, settled
 from .cells import Cells
 from .host_numbers import HostCall, HostNumbers
 from .memory import Memory, pinned_memory
@@ -39,6 +40,7 @@ class BoundPlan:
         cells: Cells | None = None,
         counters: Sequence[int] = (),
         pinned: torch.Tensor | None = None,
+        allocated: Allocated | None = None,
     ):
         self.planned, self.device = planned, device
         plan = self.plan = planned.plan
@@ -56,8 +58,11 @@ class BoundPlan:
         self.values: list[Any] = [None] * len(plan.buffers)
         self.host: list[HostCall] = []
         self.calls: list[Call] = []
-        #: whether operators are watched that are given the tensors to write: until a step has run
+        #: whether operators that are given the tensors to write, and kernels of providers, are watched: until a step
+        #: has run
         self.first = True
+        #: what launches took beside the plan's memory in that step
+        self.allocated = Allocated() if allocated is None else allocated
         #: the position of the launch that each call belongs to, and the launch and op it comes from
         self.origin: list[int] = []
         self.sites: list[tuple[Launch, Op | None]] = []
@@ -219,6 +224,8 @@ class BoundPlan:
             if step.kind in (OUT, MUTATE):
                 where = f"{step.call}, for {launch.name} of layer {launch.layer or '(none)'},"
                 call = Watched(call, [tensors[n] for n in step.makes], where)
+            elif step.kind == KERNEL and self.device.type == "cpu":
+                call = Counted(call, launch, self.allocated)
             self.calls.append((Late(call, args, kwargs, self.values), (), {}) if late else (call, args, kwargs))
 
     def bind_micro_batches(self, launch: Launch) -> None:
@@ -243,7 +250,7 @@ class BoundPlan:
             ]
             if number:
                 arguments = [turns[(number - 1) % 2].get(i, x) for i, x in enumerate(arguments)]
-            inner = BoundPlan(body, self.device, arguments, arena, pinned=pinned)
+            inner = BoundPlan(body, self.device, arguments, arena, pinned=pinned, allocated=self.allocated)
             self.sites += [(launch, op)] * (len(self.calls) - len(self.sites)) + inner.sites
             self.calls += inner.calls
             outputs = inner.results()
@@ -305,7 +312,7 @@ class BoundPlan:
             self.settle()
 
     def settle(self) -> None:
-        """After the first step: calls that wrote where they were told to are watched no more."""
+        """After the first step: calls that wrote where they were told to are watched no more, and none is counted."""
         self.calls = [(settled(call), args, kwargs) for call, args, kwargs in self.calls]
         self.first = False
 

@@ -15,7 +15,9 @@ import torch
 from ..backends.kernels import replaced
 from ..dialects.strides import is_dense
 from ..errors import WholestepError
-from ..torch_private import foreach_copy
+from ..plan.plan import Launch
+from ..torch_private import cpu_allocations, foreach_copy
+from .allocated import Allocated
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -123,10 +125,27 @@ class Watched:
                 )
 
 
+class Counted:
+    """A call of a provider's kernel on a CPU, in the first step: notes what torch's allocator hands out meanwhile."""
+
+    __slots__ = ("allocated", "call", "launch")
+
+    def __init__(self, call: Callable[..., Any], launch: Launch, allocated: Allocated):
+        self.call, self.launch, self.allocated = call, launch, allocated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        sizes: list[int] = []
+        with cpu_allocations(sizes):
+            self.call(*args, **kwargs)
+        self.allocated.note(self.launch, sum(size for size in sizes if size > 0), sum(sizes))
+
+
 def settled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call as it is after the first step: watched no more where it wrote what it was given."""
+    """A call as it is after the first step: watched no more where it wrote what it was given, and not counted."""
     if isinstance(call, Watched):
         return call if call.anew else call.call
+    if isinstance(call, Counted):
+        return call.call
     if isinstance(call, Late):
         call.call = settled(call.call)
     elif isinstance(call, Beside):

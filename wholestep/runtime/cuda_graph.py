@@ -21,8 +21,6 @@ from .library_memory import handed_out
 
 #: after this many captures numbers that never stay are no reason to capture once more
 MOST_CAPTURES = 8
-#: bytes that a kernel may take unplanned without being mentioned: the allocator rounds up
-SLACK = 1 << 20
 
 
 class Graphed:
@@ -45,10 +43,6 @@ class Graphed:
         self.draws = False
         #: why the steps run launch by launch; "" while they do not
         self.refused = ""
-        #: bytes that kernels took beside the plan's memory in the first step
-        self.taken_by_kernels = 0
-        #: ops whose kernels took more memory than the plan knew of, and how many bytes more
-        self.unplanned: dict[str, int] = {}
 
     def replay(self, alike: bool = False) -> bool:
         """Replays the graph where it stands for this step: there is one, with the numbers that calls take as they are.
@@ -84,7 +78,7 @@ class Graphed:
             self.bound.run()
             return
         device, launches, bodies = self.bound.device, self.bound.plan.launches, self.bound.plan.bodies
-        before, at, kept = (0, 0), -1, 0
+        allocated, before, at = self.bound.allocated, (0, 0), -1
 
         def enter(name: str) -> None:
             nonlocal before, at
@@ -92,21 +86,12 @@ class Graphed:
             before = handed_out(device)
 
         def leave() -> None:
-            nonlocal kept
             after = handed_out(device)
-            stays = max(0, after[1] - before[1])
-            kept += stays
-            taken = after[0] - before[0] - stays
-            self.taken_by_kernels = max(self.taken_by_kernels, taken)
-            if at < 0:
-                return
-            launch = launches[at]
-            known = max(launch.makes, launch.takes, bodies[launch.body].made if launch.body >= 0 else 0)
-            if taken > known + SLACK:
-                self.unplanned[launch.name] = max(self.unplanned.get(launch.name, 0), taken - known)
+            launch = launches[at] if at >= 0 else None
+            body = bodies[launch.body].made if launch is not None and launch.body >= 0 else 0
+            allocated.note(launch, after[0] - before[0], after[1] - before[1], body)
 
         self.bound.run_in_ranges(enter, leave)
-        self.taken_by_kernels += kept
         self.warm = True
 
     def capture(self) -> None:
@@ -124,7 +109,7 @@ class Graphed:
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **first), torch.no_grad():
                 # a graph gives back nothing while it is captured: one block that all its launches take from in turn
-                torch.empty(max(bound.plan.made, self.taken_by_kernels), dtype=torch.uint8, device=bound.arena.device)
+                torch.empty(max(bound.plan.made, bound.allocated.bytes), dtype=torch.uint8, device=bound.arena.device)
                 for at, (call, args, kwargs) in enumerate(bound.calls):  # noqa: B007 - the handler names the launch
                     call(*args, **kwargs)
         except Exception as error:

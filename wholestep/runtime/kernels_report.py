@@ -99,12 +99,12 @@ class KernelsReport:
             return ["kernels: ATen runs every op; see providers= and level="]
         launches = sum(s.launches for s in self.providers.values())
         timed = sum(s.timed for s in self.providers.values())
-        lines = ["kernels            launches  distinct      bytes  share   time"]
+        lines = ["kernels               count  distinct      bytes  share   time"]
         for title, shares in (("", self.providers), ("by family", self.families)):
             lines += [title] if title and shares else []
             lines += [self.line(name, share, shares.values()) for name, share in shares.items()]
         measured = sum(s.measured for s in self.providers.values())
-        line = f"  time: {timed} of {launches} launches were timed alone when they were chosen"
+        line = f"  time: {timed} of {launches} kernels were timed alone when they were chosen"
         line += f", {seconds_text(measured)}" if timed else ""
         if any(s.seconds is None for s in self.providers.values()):
             lines.append(f"{line}; the others have none, for this machine is not described")

@@ -28,7 +28,13 @@ class Prefetch:
         self.loader, self.ahead = loader, ahead
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(getattr(device, "device", device))
+        try:
+            self.device = torch.device(getattr(device, "device", device))
+        except (RuntimeError, TypeError):
+            raise InputError(
+                f'prefetch sends batches to a compiled step, or to a device such as "cuda", not to {device!r}. '
+                "Try: ws.prefetch(loader, step) with what ws.compile gave"
+            ) from None
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:

@@ -1,15 +1,18 @@
-"""What `step.report()` gives: compile time and size, bytes moved and their bound, precision, state, step times."""
+"""What `step.report()` gives: compile time and size, what was done to the program, bytes moved and their bound,
+precision, state, step times."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ..backends.attentions import Decision, report_lines
+from ..budget import BudgetReport
 from ..cost import Movement, layer_group, movement_of
 from ..cost.html import page
 from ..cost.movement import roofline_lines, size_text
@@ -21,6 +24,7 @@ from ..machine.cpu import cpu_field
 from ..machine.description import Description, find_description
 from ..plan.planner import planned_function
 from ..training.build import sizes
+from ..transforms.opportunity import by_transformation, sites_text
 from .batches import first_micro_batch
 from .cast_bytes import CastBytes, autocast_casts, program_casts
 from .kernels_report import KernelsReport, kernels_report
@@ -56,6 +60,9 @@ class Report:
     movement: Movement | None = field(default=None, repr=False)
     skipped: int | None = None
     loss_scale: float | None = None
+    #: the transformations that were applied, as `step.recipe` has them, and what was done for a memory budget
+    recipe: list[str] = field(default_factory=list, repr=False)
+    budget: BudgetReport | None = None
     #: how the step runs, and the memory its plan gives it
     execution: dict[str, Any] = field(default_factory=dict)
     #: who runs what share of launches, bytes and time
@@ -96,6 +103,8 @@ class Report:
         ):
             if table:
                 lines.append(f"{title}: " + ", ".join(f"{name} x{n}" for name, n in sorted(table.items())))
+        lines += recipe_lines(self.recipe)
+        lines += [] if self.budget is None else str(self.budget).replace("\n", "\n  ").splitlines()
         lines += self._state_lines()
         lines += self._execution_lines()
         lines += [] if self.kernels is None else self.kernels.lines()
@@ -121,6 +130,9 @@ class Report:
         """Plain values, as JSON has them."""
         found = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "movement"}
         found["bytes"], found["median_seconds"] = self.bytes, self.median_seconds
+        found["transformations"] = {
+            name: {"count": len(where), "sites": where[:3]} for name, where in by_transformation(self.recipe).items()
+        }
         return found | {"movement": None if self.movement is None else self.movement.to_dict()}
 
     def rendered(self, format: str) -> str:
@@ -130,8 +142,11 @@ class Report:
         if format == "json":
             return json.dumps(self.to_dict(), indent=1) + "\n"
         if format == "html" and self.movement is not None:
-            return page(self.movement, self.title, self.median_seconds, str(self))
+            return page(self.movement, self.title, self.median_seconds, str(self), self.recipe, self._budget_text())
         raise InputError(f'a report is "text", "json" or "html", not {format!r}')
+
+    def _budget_text(self) -> str:
+        return "" if self.budget is None else str(self.budget)
 
     def _state_lines(self) -> list[str]:
         lines = ["state                 size"]
@@ -150,7 +165,7 @@ class Report:
         if "arena" not in found:
             return lines
         lines.append(
-            f"  {found['launches']} launches, order: {found['order']}; peak {size_text(found['peak'])}: arena "
+            f"  {self._launches_text()}; order: {found['order']}; peak {size_text(found['peak'])}: arena "
             f"{size_text(found['arena'])} ({found['gap']:.2%} above the least, {found['placer']}), arguments and "
             f"constants {size_text(found['lasting'])}, kernels {size_text(found['made'])}"
             + (f", handed out beyond that {size_text(found['beyond'])}" if found["beyond"] else "")
@@ -167,6 +182,15 @@ class Report:
                 + (f"; more than planned: {more}" if more else "")
             )
         return lines
+
+    def _launches_text(self) -> str:
+        """The launches of the plan: those that run kernels, and numbers that the host computes before them."""
+        launches, host, waits = (self.execution[name] for name in ("launches", "host_numbers", "waits"))
+        kernels = 0 if self.movement is None else self.movement.ledger.launches
+        ran = launches - host - waits
+        parts = [f"{kernels} kernels" if ran == kernels else f"{ran} that run {kernels} kernels"]
+        parts += [f"{n} {what}" for n, what in ((host, "numbers of the host"), (waits, "waits for copies")) if n]
+        return f"{launches} launches: {' and '.join(parts)}"
 
     def _precision_lines(self) -> list[str]:
         """Which layers compute in which precision, and what casts cost."""
@@ -190,13 +214,23 @@ class Report:
         return lines
 
 
+def recipe_lines(recipe: Sequence[str]) -> list[str]:
+    """What was done to the program: each transformation, how often, and where first."""
+    if not recipe:
+        return ["transformations: none"]
+    lines = ["transformations      times  where"]
+    for name, where in by_transformation(recipe).items():
+        lines.append(f"  {name:<18} {len(where):>5}  {sites_text(where)}")
+    return lines
+
+
 def plain(value: Any) -> Any:
     """A field of the report as JSON has it."""
     if isinstance(value, KernelsReport):
         return value.to_dict()
     if isinstance(value, list) and value and isinstance(value[0], Decision):
         return [asdict(decision) for decision in value]
-    return asdict(value) if isinstance(value, CastBytes) else value
+    return asdict(value) if isinstance(value, CastBytes | BudgetReport) else value
 
 
 def report_of(step: Any, eager: bool = True) -> Report:
@@ -232,6 +266,8 @@ def report_of(step: Any, eager: bool = True) -> Report:
         kernels=kernels_report(movement, step.choices if compiled.static is not None else None),
         attention=list(compiled.attentions),
         title=type(step.model).__name__,
+        recipe=step.recipe,
+        budget=step.budget,
         execution=execution_of(compiled),
         skipped=None if skipped is None else int(skipped),
         loss_scale=None if scale is None else float(scale),
@@ -256,6 +292,8 @@ def execution_of(compiled: Any) -> dict[str, Any]:
         "by": by,
         "why": (graph.refused if graph is not None else "") or slow_host(compiled),
         "launches": len(plan.launches),
+        "host_numbers": sum(launch.provider == "host" for launch in plan.launches),
+        "waits": sum(launch.provider == "wait" for launch in plan.launches),
         "order": plan.order,
         "placer": plan.placer,
         "arena": plan.arena,
@@ -267,8 +305,8 @@ def execution_of(compiled: Any) -> dict[str, Any]:
         "peak": plan.peak,
         "allocating": dict(sorted(allocating.items())),
         "untraced": list(plan.assumed),
-        "taken": graph.taken_by_kernels if graph is not None else 0,
-        "unplanned": dict(sorted(graph.unplanned.items())) if graph is not None else {},
+        "taken": static.allocated.bytes,
+        "unplanned": dict(sorted(static.allocated.unplanned.items())),
     }
 
 

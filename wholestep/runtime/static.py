@@ -21,6 +21,7 @@ from ..machine.describe import memory_bytes
 from ..plan import Plan
 from ..plan.planner import Planned
 from ..torch_private import foreach_copy
+from .allocated import Allocated
 from .bound import BoundPlan
 from .cells import Cells
 from .cuda_graph import Graphed
@@ -72,6 +73,11 @@ class StaticStep:
     @property
     def plan(self) -> Plan:
         return self.planned.plan
+
+    @property
+    def allocated(self) -> Allocated:
+        """What launches took beside the plan's memory in the first step; nothing before it."""
+        return Allocated() if self.bound is None else self.bound.allocated
 
     def planned_for(self, strides: list[Any]) -> Planned:
         """The plan, with what libraries take beside it."""

@@ -27,6 +27,7 @@ from ..capture.capture import named_state
 from ..capture.sandbox import keep_random_state
 from ..capture.slots import Slot
 from ..capture.structure import unflatten
+from ..cost.predicted import predicted
 from ..dialects.step import torch_dtype
 from ..errors import InputError, WholestepError
 from ..ir.core import Op
@@ -46,7 +47,7 @@ from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .replay import LongWay, Replay
 from .replay_source import FAILED
-from .report import Report, report_of
+from .report import Report, machine_of, report_of
 from .saved import write_step
 from .signals import Uninterrupted
 from .static import Arena, StaticStep, Unfit
@@ -180,8 +181,9 @@ class TrainStep:
     def opportunities(self) -> list[Opportunity]:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         with self._lock:
-            found = opportunities(self.program(), device=self._compiled.device)
-            return [*found, *fusions.refused(self._compiled.planned)]
+            module, compiled = self.program(), self._compiled
+            found = [*opportunities(module, device=compiled.device), *fusions.refused(compiled.planned)]
+            return predicted(module, found, compiled.planned, machine_of(compiled.device))
 
     def why_not(self, a: str, b: str) -> str:
         """Why two ops are not one kernel, or which kernel they are and who runs it, in one sentence.

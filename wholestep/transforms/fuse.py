@@ -467,14 +467,21 @@ class Fuser:
                 self.gather([op, *group.members])
 
     def neighbours(self, op: Op) -> list[Group]:
-        """Kernels that alone read a product, or whose only reader it is."""
+        """Kernels that alone read a product, such as the update of a weight whose gradient it is, or whose reader it is
+        alone."""
         readers = {id(g): g for u in readers_of(op.results[0]) if (g := self.groups.get(u)) is not None}
-        found = [g for g in readers.values() if len(readers) == 1 and self.is_fusible(g.members[0])]
+        own, later = self.half(op), HALVES["update"] if op.phase == "backward" else -1
+        found = []
+        for group in readers.values():
+            halves = set(map(self.half, group.members))
+            if len(readers) == 1 and halves in ({own}, {later}) and self.is_fusible(group.members[0]):
+                found.append(group)
         for value in self.read(op):
             maker = value.op
             if maker in self.groups and self.is_fusible(maker) and set(readers_of(value)) == {op}:
-                found.append(self.groups[maker])
-        return [g for g in found if set(map(self.half, g.members)) == {self.half(op)}]
+                group = self.groups[maker]
+                found += [group] if set(map(self.half, group.members)) == {own} else []
+        return found
 
     def try_join(self, a: Group, b: Group, producer: Op, consumer: Op) -> bool:
         why = self.why_not(a, b, producer, consumer)

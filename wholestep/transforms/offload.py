@@ -25,6 +25,7 @@ class Offload(Transformation):
 
     name = "offload"
     level = 4
+    over_link = True
 
     def places(self, function: Op) -> Iterator[Place]:
         for op, late in candidates(function):

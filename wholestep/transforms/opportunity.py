@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, WholestepError
 from ..ir.builtin import functions
 from ..ir.core import Op
 
@@ -27,6 +28,8 @@ class Change:
     bytes: int = 0  # read and written by all ops
     saved: int = 0  # held from forward to backward
     flops: int = 0
+    #: at the limits of a described machine (`cost/predicted.py`), unless a transformation says it itself; None without
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Opportunity:
         if self.why_not:
             return f"{self.key}: not possible: {self.why_not}"
         c = self.change
-        return f"{self.key}: bytes {c.bytes:+,}, saved {c.saved:+,}, flops {c.flops:+,}"
+        time = "" if c.seconds is None else f", time {c.seconds * 1e6:+,.1f} us"
+        return f"{self.key}: bytes {c.bytes:+,}, saved {c.saved:+,}, flops {c.flops:+,}{time}"
 
 
 #: an op where something could be done, with what that would change, or with why it cannot be done
@@ -66,6 +70,10 @@ class Transformation(ABC):
     level: ClassVar[int]
     #: False where results may differ beyond the order of summation: never picked by itself
     keeps_numerics: ClassVar[bool] = True
+    #: True where it runs the op of its site once more: a plan then knows what that moves
+    runs_again: ClassVar[bool] = False
+    #: True where what it saves goes to the host and comes back, over the link between them
+    over_link: ClassVar[bool] = False
 
     def find(self, module: Op) -> list[Opportunity]:
         """Every place where it could be applied, and those near misses a user may ask about."""
@@ -158,12 +166,39 @@ def opportunities(
     """
     wanted, known = set(levels), transformations()
     asked = [known[n] for n in (known if names is None else names) if n in known]
-    found = [o for t in asked if t.level in wanted for o in t.find(module)]
+    found = [o for t in asked if t.level in wanted for o in found_by(t, module)]
     if device is None:
         return found
     at = sites(module)
     reasons = ["" if o.why_not else known[o.transformation].why_not_on(at[o.site], device) for o in found]
     return [Opportunity(o.transformation, o.site, why_not=r) if r else o for o, r in zip(found, reasons, strict=True)]
+
+
+def found_by(how: Transformation, module: Op) -> list[Opportunity]:
+    """What one transformation finds."""
+    with named(how, "looked for opportunities", "find" if type(how).find is not Transformation.find else "places"):
+        return how.find(module)
+
+
+def applied(how: Transformation, op: Op, site: str) -> None:
+    """Applies a transformation at an op."""
+    with named(how, f"was applied at {site}", "apply"):
+        how.apply(op)
+
+
+@contextmanager
+def named(how: Transformation, when: str, method: str) -> Iterator[None]:
+    """Whatever goes wrong in a transformation is an error that says in which: it may be one that nobody asked for."""
+    try:
+        yield
+    except WholestepError:
+        raise
+    except Exception as error:
+        raise WholestepError(
+            f"the transformation {how.name!r} failed while it {when}: {type(error).__name__}: {error}.\n"
+            f"Try: correct {type(how).__name__}.{method}, or do without it: "
+            f"wholestep.transforms.opportunity.forget_transformation({how.name!r})"
+        ) from error
 
 
 def do_nothing(found: Sequence[Opportunity]) -> Opportunity | None:
@@ -242,7 +277,7 @@ def take(module: Op, names: Sequence[str], forbid: Sequence[str] = (), device: t
     for name in names:
         how, places = transformations()[name], sites(module)
         for opportunity in possible(module, name, forbid, device):
-            how.apply(places[opportunity.site])
+            applied(how, places[opportunity.site], opportunity.site)
             done.append(opportunity.key)
     return done
 
@@ -261,18 +296,18 @@ def apply_key(module: Op, key: str) -> str:
     known = transformations()
     if name not in known:
         raise InputError(f"there is no transformation {name!r}; known: {', '.join(known)}{near(name, known)}")
-    found = {o.key: o for o in known[name].find(module)}
+    found = {o.key: o for o in found_by(known[name], module)}
     if key not in found:
         raise InputError(f"the program has no opportunity {key!r}{near(key, found)}")
     if found[key].why_not:
         raise InputError(f"{key!r} is not possible: {found[key].why_not}")
-    known[name].apply(sites(module)[site])
+    applied(known[name], sites(module)[site], site)
     return key
 
 
 def apply_pattern(module: Op, pattern: str) -> list[str]:
     """Applies every possible opportunity that fits a key or pattern, each as it stands when its turn comes."""
-    fitting = [o for o in opportunities(module) if matches(o, [pattern])]
+    fitting = [o for o in opportunities(module, names=meant(pattern)) if matches(o, [pattern])]
     if not fitting:
         raise InputError(f"force names {pattern!r}, which {fits_nothing(pattern)}")
     possible = [o for o in fitting if not o.why_not]
@@ -280,7 +315,7 @@ def apply_pattern(module: Op, pattern: str) -> list[str]:
         raise InputError(f"{fitting[0].key!r} is not possible: {fitting[0].why_not}")
     done = []
     for wanted in possible:
-        still = {o.key for o in _TRANSFORMATIONS[wanted.transformation].find(module) if not o.why_not}
+        still = {o.key for o in found_by(_TRANSFORMATIONS[wanted.transformation], module) if not o.why_not}
         if wanted.key in still:
             done.append(apply_key(module, wanted.key))
     return done
@@ -288,10 +323,15 @@ def apply_pattern(module: Op, pattern: str) -> list[str]:
 
 def check_patterns(module: Op, patterns: Sequence[str]) -> None:
     """Refuses patterns that fit nothing: a misspelt `forbid` must not pass unseen."""
-    found = opportunities(module) if patterns else []
     for pattern in patterns:
-        if not any(matches(o, [pattern]) for o in found):
+        if not any(matches(o, [pattern]) for o in opportunities(module, names=meant(pattern))):
             raise InputError(f"forbid names {pattern!r}, which {fits_nothing(pattern)}")
+
+
+def meant(pattern: str) -> list[str] | None:
+    """The transformation that a key or pattern names, so that no other need be asked; None where it may be any."""
+    name = pattern.partition(" ")[0]
+    return None if any(c in name for c in "*?[") else [name]
 
 
 def fits_nothing(pattern: str) -> str:
@@ -304,3 +344,21 @@ def fits_nothing(pattern: str) -> str:
 def near(given: str, choices: Iterable[str]) -> str:
     found = difflib.get_close_matches(given, list(choices), 1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def by_transformation(recipe: Iterable[str]) -> dict[str, list[str]]:
+    """The sites of a recipe by what was done there, in the order in which each was done first."""
+    found: dict[str, list[str]] = {}
+    for key in recipe:
+        name, _, site = key.partition(" ")
+        found.setdefault(name, []).append(site)
+    return found
+
+
+def sites_text(where: Sequence[str], most: int = 3) -> str:
+    """The first of some sites; of a kernel, which is several, the first of those."""
+    shown = []
+    for site in where[:most]:
+        first, *others = site.split(" + ")
+        shown.append(f"{first} + {len(others)} more" if others else first)
+    return ", ".join(shown) + (", ..." if len(where) > most else "")

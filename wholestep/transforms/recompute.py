@@ -24,6 +24,7 @@ class Recompute(Transformation):
 
     name = "recompute"
     level = 3
+    runs_again = True
 
     def places(self, function: Op) -> Iterator[Place]:
         block = function.regions[0].block

@@ -1,0 +1,83 @@
+"""With `tune="max"` products are tried as one kernel with a neighbour, and a gradient with the update it goes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transforms.test_fuse import program, regions_of, root_of
+from tests.transforms.test_tall_products import Clock, joined
+from wholestep.backends.generated import region_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Triton
+from wholestep.dialects.step import torch_dtype
+from wholestep.dialects.strides import row_major
+from wholestep.ir import BF16, F32, TensorType
+from wholestep.ir.builtin import lookup
+from wholestep.ir.core import Op, Value
+from wholestep.transforms.fuse import fuse
+from wholestep.transforms.regions import Bodies
+
+TOKENS, ROWS, COLUMNS = 64, 48, 40
+
+
+def adam(b: Any, g: Value, w: Value, m: Value, v: Value) -> list[Value]:
+    wide = b.cast_to(g, F32)
+    m = b.add(b.mul(m, 0.9), b.mul(wide, 0.1))
+    v = b.add(b.mul(v, 0.99), b.mul(b.mul(wide, wide), 0.01))
+    w = b.sub(w, b.mul(b.div(m, b.add(b.sqrt(b.abs(v)), 1e-2)), 1e-3))
+    return [w, m, v, b.cast_to(w, BF16)]
+
+
+def update(b: Any, dy: Value, x: Value, w: Value, m: Value, v: Value) -> list[Value]:
+    """A weight's gradient and its update."""
+    b.phase = "backward"
+    g = b.contract(dy, x, spec="mi,mj->ij")
+    b.phase = "update"
+    return adam(b, g, w, m, v)
+
+
+def of(build: Any) -> Op:
+    state = TensorType((ROWS, COLUMNS), F32)
+    return program([TensorType((TOKENS, ROWS), BF16), TensorType((TOKENS, COLUMNS), BF16), state, state, state], build)
+
+
+def test_a_gradient_is_tried_with_the_update_it_goes_to() -> None:
+    """One kernel where the clock says so, and not asked about without `tune="max"`."""
+    assert joined(of(update), Clock(), products=True)[1] == ["mi,mj->ij"]
+    assert joined(of(update), Clock(faster=False), products=True)[1] == []
+    assert joined(of(update), Clock())[1] == []
+
+
+def test_a_gradient_that_is_given_back_is_not_made_by_its_update() -> None:
+    def shared(b: Any, dy: Value, x: Value, w: Value, m: Value, v: Value) -> list[Value]:
+        b.phase = "backward"
+        g = b.contract(dy, x, spec="mi,mj->ij")
+        other = b.contract(g, x, spec="ij,mj->mi")
+        b.phase = "update"
+        return [*adam(b, g, w, m, v), other]
+
+    clock = Clock()
+    assert joined(of(shared), clock, products=True)[1] == []
+    assert not any({op.phase for op in piece.ops} == {"backward", "update"} for piece in clock.asked)
+
+
+def test_triton_has_kernels_for_it() -> None:
+    pytest.importorskip("triton")
+    function = of(update)
+    fusion = fuse(function, bodies=Bodies(), seconds=Clock(), products=True)
+    device, checked = torch.device("cpu"), 0
+    for op in regions_of(function):
+        body = lookup(root_of(function), op.callee)
+        if not any(inner.name == "step.contract" for inner in body.regions[0].block):
+            continue
+        specs = [
+            Spec(v.type.shape, row_major(v.type.shape), torch_dtype(v.type.element))
+            for v in (*op.operands, *op.results)
+        ]
+        region = region_of(body, fusion.bodies[op.callee.name].kernel, specs[: len(op.operands)], device)
+        assert Triton().claims(region) == "" and Triton().offers(region)
+        checked += 1
+    assert checked == 1
