@@ -14,6 +14,7 @@ import wholestep as ws
 from tests.runtime.loops_provider import Loops, launcher, loops  # noqa: F401  (a fixture)
 from wholestep.backends.providers import Offer, forget_provider, register_provider
 from wholestep.errors import InputError
+from wholestep.runtime.kernels_report import KernelsReport, Share
 
 pytestmark = pytest.mark.usefixtures("loops")
 X, Y = torch.randn(12, 16, generator=torch.Generator().manual_seed(5)), torch.arange(12) % 3
@@ -193,3 +194,15 @@ def test_what_a_provider_declines_is_counted():
         forget_provider("never")
     assert set(kernels.providers) == {"aten"} and kernels.declined["never"]["it is Sunday"] > 3
     assert re.search(r"never does not run \d+ regions: it is Sunday \(\d+\)", "\n".join(kernels.lines()))
+
+
+def test_without_a_description_shares_of_time_are_of_what_was_timed() -> None:
+    shares = {
+        "cpp": Share(launches=2, bytes=10, timed=2, measured=3e-3),
+        "aten": Share(launches=2, bytes=30, timed=1, measured=1e-3, modelled=None),
+    }
+    lines = KernelsReport(shares, {}).lines()
+    assert lines[1].endswith("25.0%  75.0%") and lines[2].endswith("75.0%  25.0%")
+    assert "3 of 4 kernels were timed" in lines[3] and "shares are of these alone" in lines[3]
+    shares["aten"].modelled = 2e-3
+    assert KernelsReport(shares, {}).lines()[1].endswith("50.0%")

@@ -107,7 +107,9 @@ class KernelsReport:
         line = f"  time: {timed} of {launches} kernels were timed alone when they were chosen"
         line += f", {seconds_text(measured)}" if timed else ""
         if any(s.seconds is None for s in self.providers.values()):
-            lines.append(f"{line}; the others have none, for this machine is not described")
+            lines.append(
+                f"{line}; shares are of these alone: this machine is not described (`wholestep doctor --calibrate`)"
+            )
         else:
             lines.append(f"{line}; the others count what the machine's limits allow (modelled)")
         if self.excluded:
@@ -121,8 +123,9 @@ class KernelsReport:
 
     def line(self, name: str, share: Share, among: Iterable[Share]) -> str:
         whole, time = totals(among)
+        own = share.measured if share.seconds is None else share.seconds
         distinct = str(len(share.distinct)) if share.distinct else "-"
-        seconds = "-" if share.seconds is None or not time else f"{share.seconds / time:.1%}"
+        seconds = f"{own / time:.1%}" if time else "-"
         size = f"{share.bytes / 1e6:.2f} MB"
         return (
             f"  {name:<16} {share.launches:>8} {distinct:>9} {size:>10} {share.bytes / (whole or 1):>6.1%} {seconds:>6}"
@@ -139,11 +142,11 @@ class KernelsReport:
         }
 
 
-def totals(shares: Iterable[Share]) -> tuple[int, float | None]:
-    """Bytes, and seconds where all of them are known."""
+def totals(shares: Iterable[Share]) -> tuple[int, float]:
+    """Bytes, and seconds: of all, or of what was timed where that is all that is known."""
     listed = list(shares)
     seconds = [s.seconds for s in listed if s.seconds is not None]
-    return sum(s.bytes for s in listed), sum(seconds) if len(seconds) == len(listed) else None
+    return sum(s.bytes for s in listed), sum(seconds if len(seconds) == len(listed) else [s.measured for s in listed])
 
 
 def kernels_report(movement: Movement, choices: Choices | None) -> KernelsReport:
