@@ -1,6 +1,7 @@
 """The gradient of an embedding as a template of the provider `triton`: what is taken and refused, sums, whole steps.
 
-Triton reads TRITON_INTERPRET once, when it is imported, so kernels run in a child process that answers with JSON.
+Triton reads TRITON_INTERPRET once, when it is imported, so kernels run in a child process that answers with JSON: by
+the interpreter, or on the GPU where there is one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from wholestep.ir.types import BF16, F32, F64, I32, I64, TensorType
 pytest.importorskip("triton")
 
 GUARD = 512
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Own(Triton):
@@ -131,18 +133,19 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path, monkeypatch) -> No
     assert len(kept) == 4 and all(k["spills"] == 0 for k in kept)
 
 
-# ---- in Triton's interpreter -----------------------------------------------------------------------------------------
+# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 SMALL = Config(tile=128, columns=16, few=2, part=8, windows=3, own=8, others=32)
-#: tokens, rows, columns, dtype, dtype of indices, padding, what is drawn
+DTYPES = ("float32", "bfloat16", "float16")
+#: tokens, rows, columns, dtype of indices, padding, what is drawn
 CASES = {
-    "odd sizes": (37, 11, 5, "float32", "int64", -1, "evenly"),
-    "rows nobody names, a row of padding": (50, 90, 17, "float32", "int32", 3, "low rows"),
-    "one row": (70, 3, 9, "float32", "int64", -1, "one"),
-    "two long rows": (83, 9, 20, "bfloat16", "int64", -1, "two"),
-    "a long row of padding": (40, 4, 3, "float32", "int64", 2, "one"),
-    "one token": (1, 3, 1, "float16", "int64", -1, "one"),
-    "some rows are no rows": (33, 7, 4, "float32", "int64", -1, "outside"),
+    "odd sizes": (37, 11, 5, "int64", -1, "evenly"),
+    "rows nobody names, a row of padding": (50, 90, 17, "int32", 3, "low rows"),
+    "one row": (70, 3, 9, "int64", -1, "one"),
+    "two long rows": (83, 9, 20, "int64", -1, "two"),
+    "a long row of padding": (40, 4, 3, "int64", 2, "one"),
+    "one token": (1, 3, 1, "int64", -1, "one"),
+    "some rows are no rows": (33, 7, 4, "int64", -1, "outside"),
 }
 
 
@@ -163,9 +166,9 @@ def guarded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return memory.to(dtype)[GUARD:-GUARD].view(shape)
 
 
-def error(case: tuple[int, int, int, str, str, int, str], config: Config) -> float:
+def error(case: tuple[int, int, int, str, int, str], name: str, config: Config) -> float:
     """The largest error as a share of what rounding may be; infinite where something is written beside the result."""
-    tokens, rows, columns, name, index_name, padding, how = case
+    tokens, rows, columns, index_name, padding, how = case
     torch.manual_seed(1)
     dtype, index_dtype = getattr(torch, name), getattr(torch, index_name)
     dy, indices = guarded(tokens, 2, columns + 1, dtype=dtype), guarded(tokens, 3, dtype=index_dtype)
@@ -261,30 +264,33 @@ def wrong_rows(config: Config) -> float:
 
 
 def child() -> None:
-    """Every case with a configuration that has many blocks, one with that of GPUs, then two steps of a network."""
+    """Every case in every type with a configuration that has many blocks, one with that of GPUs, then two steps of a
+    network."""
     import wholestep as ws
 
-    class Interpreted(Own):
-        name, devices = "interpreted", ("cpu",)
+    class Here(Own):
+        name, devices = "here", (DEVICE.type,)
 
-    register_provider(Interpreted)
-    answer: dict[str, Any] = {"errors": {name: error(case, SMALL) for name, case in CASES.items()}}
-    answer["errors"]["pairs"] = max(wrong_pairs(config) for config in (SMALL, embedding.ACROSS[0]))
-    answer["errors"]["rows alone"] = wrong_rows(SMALL)
-    answer["errors"]["as on a GPU"] = error((200, 40, 70, "float32", "int64", -1, "low rows"), Config())
+    register_provider(Here)
+    with DEVICE:
+        errors = {f"{name} {dtype}": error(case, dtype, SMALL) for name, case in CASES.items() for dtype in DTYPES}
+        errors["pairs"] = max(wrong_pairs(config) for config in (SMALL, embedding.ACROSS[0]))
+        errors["rows alone"] = wrong_rows(SMALL)
+        errors["as on a GPU"] = error((200, 40, 70, "int64", -1, "low rows"), "float32", Config())
+    answer: dict[str, Any] = {"errors": errors}
     torch.manual_seed(0)
     words = torch.stack([torch.randint(0, 30, (24,)), torch.randint(0, 5, (24,))], 1)
-    batch = words, torch.randint(0, 4, (24, 3))
+    batch = words.to(DEVICE), torch.randint(0, 4, (24, 3)).to(DEVICE)
     losses, models = [], []
     for compiled in (False, True):
         torch.manual_seed(1)
-        model = Net()
+        model = Net().to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if compiled:
-            providers = ["aten", "interpreted"]
+            providers = ["aten", "here"]
             step = ws.compile(model, lambda m, *b: m(*b), optimizer, batch, providers=providers, tune=False)
             losses.append([float(step(*batch)) for _ in range(2)])
-            names = [c.offer for c in step.choices.known.values() if c.provider == "interpreted"]
+            names = [c.offer for c in step.choices.known.values() if c.provider == "here"]
             answer["used"] = sum(n.startswith("embedding") for n in names)
         else:
             losses.append([])
@@ -303,14 +309,15 @@ def child() -> None:
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> dict[str, Any]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "WHOLESTEP_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    mode = {"TRITON_INTERPRET": "1"} if DEVICE.type == "cpu" else {}
+    environment = {**os.environ, **mode, "WHOLESTEP_CACHE": str(tmp_path_factory.mktemp("cache"))}
     done = warm.run(["-c", "from tests.backends.test_embedding_grad import child; child()"], environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_rows_are_the_sums_of_their_tokens(answer: dict[str, Any]) -> None:
-    assert len(answer["errors"]) == len(CASES) + 3
+    assert len(answer["errors"]) == len(CASES) * len(DTYPES) + 3
     assert max(answer["errors"].values()) <= 1, answer["errors"]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +141,49 @@ def test_inductor_leaves_random_numbers_alone() -> None:
     assert not Inductor().claims(region([MATRIX], lambda b, x: b.exp(x)))
 
 
+def test_inductor_compiles_more_regions_than_dynamo_has_room_for_in_one_piece_of_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # (g++ takes seconds for each)
+    sizes = range(2, 14)
+    offers = [o for n in sizes for o in Inductor().offers(region([TensorType((n, 4), F32)], lambda b, x: b.exp(x)))]
+    built = Inductor().build(offers)
+    for n, offer in zip(sizes, offers, strict=True):
+        run, x, y = built[offer.key], data(n, 4), torch.zeros(n, 4)
+        assert callable(run), run
+        run(x, y)
+        assert torch.equal(y, x.exp())
+
+
+def broken_compiler(function: Any, **options: Any) -> Any:
+    """In place of `torch.compile`, which compiles when it is called."""
+
+    def run(*tensors: torch.Tensor) -> None:
+        raise RuntimeError("no luck")
+
+    return run
+
+
+def test_what_inductor_cannot_compile_fails_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", broken_compiler)
+    model, batch = fresh(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))), (data(6, 4), data(6, 3))
+    with pytest.warns(UserWarning):
+        step = ws.compile(model, nn.MSELoss(), sgd(model), batch, providers=["aten", "inductor"], tune=False)
+    assert "inductor" not in {launch.provider for launch in step.plan().launches}
+    assert {e.why for e in step.report().kernels.excluded} == {"not built: RuntimeError: no luck"}
+    step(*batch)
+
+
+def test_inductor_is_not_tried_on_numbers_that_would_lead_outside_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", broken_compiler)
+    for shift, tried in ((0, True), (5, False)):
+        given = region(
+            [MATRIX, TensorType((3, 4), I64)],
+            lambda b, x, i, s=shift: b.gather(x, b.sub(i, s) if s else i, dim=1),
+        )
+        assert [isinstance(made, Exception) for made in Inductor().build(Inductor().offers(given)).values()] == [tried]
+
+
 def test_an_undecided_kernel_refuses_to_run() -> None:
     given = region([MATRIX], lambda b, x: b.exp(x))
     kernel = kernel_of(given, None)
@@ -208,6 +255,39 @@ def test_without_a_compiler_aten_runs_everything_and_one_line_says_so(monkeypatc
         step = ws.compile(model, nn.MSELoss(), optimizer, batch, providers=["aten", "cpp"])
     assert step.choices is None and {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}
     assert len({str(w.message) for w in told}) == 1
+
+
+MINE = """
+from tests.backends.test_providers import Norms
+from {package}kernels import kernel
+
+class Mine(Norms):
+    name = "mine"
+"""
+
+
+@pytest.mark.parametrize("package", ["", "mine_in_a_package."])
+def test_files_that_a_provider_imports_are_part_of_its_version(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its package or from its folder; others are not."""
+    names = ["provider", "kernels", "helpers", "stranger"]
+    folder = tmp_path / package.rstrip(".")
+    folder.mkdir(exist_ok=True)
+    texts = [MINE.format(package=package), f"import {package}helpers\ndef kernel(): ...\n", "", ""]
+    for name, text in zip(names, texts, strict=True):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (package.rstrip(".") or "provider", *(package + n for n in names)):  # (which are imported, then gone)
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    mine = importlib.import_module(f"{package}provider").Mine
+    found = [mine().version]
+    for name in names:
+        with (folder / f"{name}.py").open("a") as file:
+            file.write("pass\n")
+        found.append(mine().version)
+    assert len(set(found)) == 4 and found[-2] == found[-1] != ""
 
 
 class Products(Provider):

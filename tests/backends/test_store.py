@@ -603,8 +603,12 @@ def test_fingerprint_of_this_cpu(monkeypatch):
 
 
 def test_fingerprint_follows_the_compiler(monkeypatch):
-    versions = {"g++": "g++ 12.2", "clang++": "clang 17"}
+    versions = {"g++": "g++ 12.2", "clang++": "clang 17", "icpx": "Intel 2025"}
     monkeypatch.setattr(store_module, "tool_version", lambda command: versions.get(command[0]))
+    for name, said in (("icpx", "Intel 2025"), ("clang++", "clang 17"), ("absent", "no compiler")):
+        monkeypatch.setenv("CXX", name)
+        assert said in fingerprint(torch.device("cpu"))
+    monkeypatch.delenv("CXX")
     assert "g++ 12.2" in fingerprint(torch.device("cpu"))
     del versions["g++"]
     assert "clang 17" in fingerprint(torch.device("cpu"))

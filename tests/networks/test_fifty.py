@@ -28,8 +28,6 @@ FIRST, ALL = 1e-5, 1e-4
 AMPLIFIED = {"resnet50": 2e-2}
 #: how many times autocast's distance from fp32 we may be away from autocast, and a floor under it
 TIMES, FLOOR = 2.0, 5e-4
-#: networks that run in bf16 too: building kernels takes long
-GENERATED_LOW = ("gpt2", "resnet50")
 #: share of its loss that a network must lose: where nothing is learned nothing is compared
 LEARNED = {"resnet50": 0.1, "efficientnet_b0": 0.03}
 
@@ -79,7 +77,7 @@ def test_fp32(name: str) -> None:
     check_fp32(name, compiled_losses(name, "fp32", True), theirs)
 
 
-@pytest.mark.parametrize("name", GENERATED_LOW)
+@pytest.mark.parametrize("name", NAMES)
 def test_bf16_beside_autocast(name: str) -> None:
     ours = compiled_losses(name, "bf16", True)
     check_bf16(name, ours, eager_losses(name, torch.bfloat16), eager_losses(name, None))

@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import WholestepError
-from ..ir.core import Value
 from ..machine.describe import memory_bytes
 from ..machine.description import find_description
 from ..transforms.regions import form_of
@@ -35,7 +34,17 @@ from .about import about
 from .compare import first_line
 from .convolutions import starts_slowly
 from .crashes import BROKEN, collect, note_name, watched
-from .providers import Generator, Launcher, Offer, Provider, Region, neutral_inputs, op_by_op, version_of
+from .providers import (
+    Generator,
+    Launcher,
+    Offer,
+    Provider,
+    Region,
+    looks_up_what_it_computes,
+    neutral_inputs,
+    op_by_op,
+    version_of,
+)
 from .store import Choice, Objects, Store, Timed, fingerprint, lack_of_room, say_not_built
 from .timing import make_room, on_cpu, on_gpu
 from .trial import Trial, empty
@@ -163,10 +172,10 @@ class Choices:
             launches[region.key] += 1
             if region.key not in contests:
                 contests[region.key] = contest = self.contest(region)
-                contest.tried = contest.first(self.measure)
+                contest.tried = contest.first(self.measure, self.bandwidth)
                 self.begin(contest.tried)
         for region in later if self.ahead is not None else ():
-            self.begin(self.contest(region).first(self.measure), perhaps=True)
+            self.begin(self.contest(region).first(self.measure, self.bandwidth), perhaps=True)
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
@@ -609,9 +618,9 @@ class Contest:
         ran = sorted((t for t in self.timed if not t.why and t.name != "aten:aten"), key=lambda t: t.seconds)
         return [t.name for t in ran[:count]]
 
-    def first(self, measured: bool) -> list[Pair]:
+    def first(self, measured: bool, bandwidth: float = math.inf) -> list[Pair]:
         """The winner of before, else the best guess of every provider, or all it has; where nothing is measured, one
-        guess."""
+        guess: of the provider that expects to be quickest."""
         if self.kept is not None:
             return self.offers
         guesses: dict[str, Pair] = {}
@@ -619,7 +628,9 @@ class Contest:
         for pair in quick if any(pair[0].name != "aten" for pair in quick) else self.offers:
             guesses.setdefault(name_of(pair) if pair[0].at_once(self.region) else pair[0].name, pair)
         own = [pair for name, pair in guesses.items() if name != "aten"]
-        return list(guesses.values()) if measured or not own else own[:1]
+        if measured or not own:
+            return list(guesses.values())
+        return [min(own, key=lambda pair: pair[0].estimate(self.region, bandwidth))]
 
     @property
     def left(self) -> list[Pair]:
@@ -680,38 +691,10 @@ def words(name: str) -> list[str]:
     return re.findall(r"\d+|[^\d\s]+", name)
 
 
-#: ops that hand on the integers they are given
-HAND_ON = ("step.cast", "step.select", "step.concat", "step.pad", "step.slice_grad")
-
-
-def looks_up_what_it_computes(region: Region) -> bool:
-    """Whether a region looks something up by numbers that it makes out of operands: made-up operands could then lead
-    outside of the table, which on a GPU ends the process."""
-
-    def known(value: Value, constant: bool = False) -> bool:
-        op = value.op
-        if op is None:
-            return not constant
-        if op.definition.views or op.name in HAND_ON:  # type: ignore[attr-defined]
-            return all(known(v, constant) for v in op.operands if v.type.element.kind == "int")
-        return all(known(v, True) for v in op.operands)  # computed from constants alone
-
-    for op in region.ops:
-        for name in ("indices", "index", "target"):
-            named = any(f.name == name for f in op.definition.operand_fields)
-            if named and not all(map(known, listed(getattr(op, name)))):
-                return True
-    return False
-
-
 def is_product(region: Region) -> bool:
     """Whether a region is a product and nothing else: a library writes its result in place, without a copy."""
     work = [op for op in region.ops if op.operands and not getattr(op.definition, "views", False)]
     return len(work) == 1 and work[0].name == "step.contract"
-
-
-def listed(value: Any) -> list[Value]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def choices_for(

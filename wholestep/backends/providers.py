@@ -11,11 +11,13 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +25,7 @@ import torch
 from ..dialects.step import constant_value, torch_dtype
 from ..dialects.step.pooling import possible_winners
 from ..errors import InputError
-from ..ir.core import Op
+from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
 from ..transforms.regions import ANCHORS
 from . import batched
@@ -127,12 +129,13 @@ class Provider(ABC):
         """Seconds that it expects to need: what must move, at this many bytes per second."""
         return region.bytes / bandwidth
 
-    @property
+    @cached_property
     def version(self) -> str:
-        """What its code is now: what was measured with other code is measured again. By default that of its file."""
+        """What its code is now: what was measured with other code is measured again. By default that of its file and of
+        those that this one imports from its package or, where it is in none, from its folder."""
         try:
-            return version_of([Path(inspect.getfile(type(self)))])
-        except (OSError, TypeError):  # it was not defined in a file
+            return version_of(own_files(sys.modules[type(self).__module__]))
+        except (OSError, TypeError, KeyError):  # it was not defined in a file
             return ""
 
     @abstractmethod
@@ -151,6 +154,29 @@ class Provider(ABC):
 def version_of(files: Iterable[Path]) -> str:
     """A hash of source files."""
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def own_files(module: ModuleType) -> list[Path]:
+    """The files of a module and of those that it names something of, and they of others, as far as they are in its
+    package or, where it is in none, in its folder."""
+    home, package = Path(inspect.getfile(module)).parent, package_of(module)
+    found: dict[str, Path] = {}
+    pending: list[Any] = [module]
+    while pending:
+        one = pending.pop()
+        file = Path(getattr(one, "__file__", None) or "")
+        if one.__name__ in found or package_of(one) != package or not (package or file.parent == home):
+            continue
+        found[one.__name__] = file
+        for value in vars(one).values():
+            named = value if inspect.ismodule(value) else sys.modules.get(str(getattr(value, "__module__", "")))
+            pending += [] if named is None else [named]
+    return sorted({file for file in found.values() if file.suffix == ".py"})
+
+
+def package_of(module: Any) -> str:
+    """The outermost package that a module is in; empty for a script."""
+    return (getattr(module, "__package__", None) or "").partition(".")[0]
 
 
 _PROVIDERS: dict[str, Provider] = {}
@@ -451,11 +477,23 @@ class Inductor(Provider):
         return found
 
     def compiled(self, region: Region) -> Launcher:
+        """What PyTorch makes of a region. It compiles when it is called: that is done here, so that what fails does so
+        where somebody else can be taken, and not in a step."""
         rounds = any(op.attributes.get("rounds") for op in region.ops)  # Inductor leaves that out unless it is told
         options: Any = {"emulate_precision_casts": True} if rounds else None
-        code = copying(op_by_op(region), len(region.operands))
-        run = torch.compile(code, dynamic=False, fullgraph=True, options=options)
-        return torch.no_grad()(run)
+        code = with_own_code(copying(op_by_op(region), len(region.operands)))
+        run: Launcher = torch.no_grad()(torch.compile(code, dynamic=False, fullgraph=True, options=options))
+        if not looks_up_what_it_computes(region):
+            laid = [(s.shape, s.strides, s.dtype) for s in region.results]
+            results = [torch.empty_strided(n, st, dtype=d, device=region.device) for n, st, d in laid]
+            run(*neutral_inputs(region, False), *results)
+        return run
+
+
+def with_own_code(function: Any) -> Launcher:
+    """The same function by a copy of its code: PyTorch compiles one piece of code for eight cases at most."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def smallest_table(region: Region) -> int:
@@ -512,6 +550,34 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
                 if index in arguments and len(index.uses) == 1:
                     found[arguments.index(index)].random_(0, limit, generator=generator)
     return found
+
+
+#: ops that hand on the integers they are given
+HAND_ON = ("step.cast", "step.select", "step.concat", "step.pad", "step.slice_grad")
+
+
+def looks_up_what_it_computes(region: Region) -> bool:
+    """Whether a region looks something up by numbers that it makes out of operands: made-up operands could then lead
+    outside of the table, which on a GPU ends the process."""
+
+    def known(value: Value, constant: bool = False) -> bool:
+        op = value.op
+        if op is None:
+            return not constant
+        if op.definition.views or op.name in HAND_ON:  # type: ignore[attr-defined]
+            return all(known(v, constant) for v in op.operands if v.type.element.kind == "int")
+        return all(known(v, True) for v in op.operands)  # computed from constants alone
+
+    for op in region.ops:
+        for name in ("indices", "index", "target"):
+            named = any(f.name == name for f in op.definition.operand_fields)
+            if named and not all(map(known, listed(getattr(op, name)))):
+                return True
+    return False
+
+
+def listed(value: Any) -> list[Value]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def spec_of_type(type: Any, strides: tuple[int, ...]) -> Spec:

@@ -215,7 +215,8 @@ def fingerprint(device: torch.device) -> str:
         parts += [f"cudnn {torch.backends.cudnn.version()}", f"triton {package_version('triton') or 'absent'}"]
     elif device.type == "cpu":
         parts = [cpu_field("model name") or "CPU", f"{torch.get_num_threads()} threads"]
-        compilers = (tool_version([tool, "--version"]) for tool in ("g++", "clang++"))
+        named = os.environ.get("CXX")  # (as `cpp/compiler.py` finds one)
+        compilers = (tool_version([tool, "--version"]) for tool in ([named] if named else ["g++", "clang++"]))
         parts += [torch.backends.cpu.get_cpu_capability(), next(filter(None, compilers), "no compiler")]
     else:
         parts = [device.type]

@@ -6,6 +6,7 @@ import os
 import textwrap
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ def test_a_damaged_object_is_built_again(cache, compiled, damage):
         built = cpp.build([candidate])
     check(built[candidate.key])
     assert len(compiled) == (0 if damage == "record" else 1)
+
+
+@needs_compiler
+def test_another_processor_has_objects_of_its_own(cache, compiled, monkeypatch):
+    """A cache in a home folder that machines share: what one has compiled for itself may not run on another."""
+    (candidate,) = candidates_of(case())
+    own = compiling.working_compiler()
+    assert isinstance(own, compiling.Compiler)
+    for processor, count in (("one", 1), ("another", 2), ("one", 2)):
+        monkeypatch.setattr(compiling, "processor", lambda name=processor: name)
+        there = replace(own, identity=compiling.identity(own.command))
+        monkeypatch.setattr(cpp, "working_compiler", lambda there=there: there)
+        check(cpp.build([candidate])[candidate.key])
+        assert len([source for source in compiled if source != compiling.PROBE]) == count
 
 
 @needs_compiler

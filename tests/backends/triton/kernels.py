@@ -143,11 +143,28 @@ def rounded(b, x, y):
     return [b.mul(b.cast(low, dtype=F32), y), low]
 
 
+def typed_cases(e: ScalarType) -> dict[str, Case]:
+    """Kernels that are tried in every type of floats; statistics of rows are f32 in all of them."""
+    rows, column, vector, index = T(4, 6, 21, e=e), T(4, 6, 1), T(21, e=e), T(13, e=I64)
+    shared_rows = [Rows(1, 8, 1, looped=True, programs=3), Rows(4, 16, 1, looped=True, programs=2)]
+    return {
+        "embedding": case([T(6, 8, e=e), T(5, e=I64)], lambda b, w, i: b.mul(b.embedding(w, i), 2.0), integers=6),
+        "gather": case([T(5, 7, e=e), T(5, 3, e=I64)], lambda b, x, i: b.gather(x, i, dim=1), integers=7),
+        "layer_norm": case([T(2, 6, 21, e=e), vector, vector], lambda b, x, w, c: b.layer_norm(b.mul(x, 2.0), w, c),
+                           {}, LOOPED),
+        "layer_norm_grad": case([rows, rows, column, column, vector, rows], norm_grad, {}, SHARED),
+        "cross_entropy": case([T(13, 37, e=e), index], lambda b, x, t: b.cross_entropy(x, t), {}, shared_rows, 37),
+        "cross_entropy_grad": case([T(e=e), T(13, 37, e=e), index, T(13)], lambda b, dy, x, t, s:
+            b.cross_entropy_grad(dy, x, t, s, reduction="sum"), integers=37),
+    }  # fmt: skip
+
+
 def step_cases() -> dict[str, Case]:
     softmax = lambda dim: lambda b, x: b.softmax(x, dim=dim)  # noqa: E731
     transposed = lambda b, x: b.transpose(b.exp(x), order=(1, 0))  # noqa: E731
     image = T(3, 5, 4, 7)
-    return {
+    typed = {f"{name}_{e}": made for e in (F32, BF16, F16) for name, made in typed_cases(e).items()}
+    return typed | {
         "rounded": case([T(9, 18), T(9, 18)], rounded),
         "broadcast": case([T(4, 5), T(5), T(4, 1)], lambda b, x, y, z: b.add(b.mul(x, y), z)),
         "gelu_bf16": case([T(33, 9, e=BF16), T(33, 9, e=BF16)], gelus),
@@ -189,10 +206,8 @@ def step_cases() -> dict[str, Case]:
         "slice_grad_sum": case([T(6, 3)], lambda b, x: b.sum(
             b.slice_grad(b.exp(x), dim=1, start=1, end=7, stride=2, size=8), dims=(0,))),
         "concat": case([T(3, 2), T(3, 5), T(3, 1)], lambda b, x, y, z: b.exp(b.concat([x, y, z], dim=1))),
-        "embedding": case([T(6, 8), T(5, e=I64)], lambda b, w, i: b.mul(b.embedding(w, i), 2.0), integers=6),
         "embedding_norm": case([T(6, 8), T(5, e=I64), T(8)], lambda b, w, i, g: rms(b, b.embedding(w, i), g),
                                integers=6),
-        "gather": case([T(5, 7), T(5, 3, e=I64)], lambda b, x, i: b.gather(x, i, dim=1), integers=7),
         "dropout": case([T(3, e=I64), T(6, 8)], dropout, integers=2**16),
         "dropout_odd": case([T(3, e=I64), T(5, 7)], dropout, integers=2**16),
         "dropout_bf16": case([T(3, e=I64), T(6, 10, e=BF16)], dropout, {1: (1, 0)}, [Tiles(4, 8, 1)]),
@@ -205,17 +220,11 @@ def step_cases() -> dict[str, Case]:
         "softmax_middle": case([T(4, 21, 5)], softmax(1), {}, LOOPED),
         "softmax_one": case([T(4, 1)], softmax(1)),
         "softmax_empty": case([T(0, 4)], softmax(1)),
-        "layer_norm": case([T(2, 6, 21), T(21), T(21)], lambda b, x, w, c: b.layer_norm(b.mul(x, 2.0), w, c),
-                           {}, LOOPED),
         "rms_norm": case([T(9, 21, e=BF16), T(21)], lambda b, x, w: rms(b, b.cast(x, dtype=F32), w), {}, LOOPED),
-        "layer_norm_grad": case([T(4, 6, 21), T(4, 6, 21), T(4, 6, 1), T(4, 6, 1), T(21), T(4, 6, 21)], norm_grad,
-                                {}, SHARED),
         "rms_norm_grad": case([T(23, 21), T(23, 21), T(21)], rms_grad, {}, SHARED),
         "group_sums": case([T(4, 6, 8)], lambda b, x: [
             b.sub(x, b.amax(x, dims=(1, 2), keepdim=True)),
             b.sum(b.mul(x, b.amax(x, dims=(1, 2), keepdim=True)), dims=(0, 2))], {}, [Rows(2, 64, 1, programs=2)]),
-        "cross_entropy": case([T(13, 37), T(13, e=I64)], lambda b, x, t: b.cross_entropy(x, t), {},
-                              [Rows(1, 8, 1, looped=True, programs=3), Rows(4, 16, 1, looped=True, programs=2)], 37),
         "column_sum": case([T(26, 18), T(26, 18)], lambda b, x, y: [b.mul(x, y), b.sum(b.mul(x, y), dims=(0,))],
                            {}, SPLIT),
         "column_sum_bf16": case([T(26, 18, e=BF16)], lambda b, x: b.sum(x, dims=(0,)), {}, SPLIT),

@@ -5,6 +5,7 @@ Triton reads TRITON_INTERPRET when it is imported, so the numbers are checked in
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,6 +95,19 @@ def test_every_family_compiles_for_hopper():
     assert seen[-1][0] == seen[-1][1]
     again = generate.compile_for(list(kernels.values())[:1])
     assert all(info.seconds == 0 for info in again.values() if not isinstance(info, Exception))  # from the cache
+
+
+def test_a_gpu_of_another_architecture_has_kernels_of_its_own(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    candidate = first([T(96)], lambda b, x: b.exp(x))
+    jobs = [generate.jobs_of([candidate], capability) for capability in (80, 90)]
+    assert len(jobs[0]) == len(jobs[1]) == 1 and not jobs[0].keys() & jobs[1].keys()
+    for capability, again in ((90, False), (80, False), (90, True), (80, True)):
+        (info,) = generate.compile_for([candidate], capability).values()
+        assert not isinstance(info, Exception) and (info.seconds == 0) is again
+    names = {json.loads(note.read_text())["hash"] for note in (tmp_path / "wholestep").glob("*.json")}
+    assert len(names) == 2
 
 
 def test_what_candidates_share_is_compiled_once():
