@@ -81,7 +81,8 @@ class Options:
             raise InputError(f"level is 0 (as written), 1, 2, 3 or 4 (all transformations), not {self.level!r}")
         if self.memory_budget is not None and self.level < 3:
             raise InputError(
-                f"memory_budget computes values again, which is a change of level 3, and level={self.level}"
+                f"memory_budget computes values again, which is a change of level 3, and level={self.level}: "
+                "give level=3 or 4, or leave memory_budget out"
             )
         if self.policy is not None and not isinstance(self.policy, str):
             raise InputError(f"policy is the name of a policy that was registered, not {self.policy!r}")

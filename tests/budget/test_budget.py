@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.budget import fit
+from wholestep.budget import fit, fitter
 from wholestep.budget.choice import Choice
 from wholestep.budget.exact import Solved
 from wholestep.errors import InputError, MemoryBudgetError
@@ -207,12 +207,17 @@ def test_an_impossible_budget_says_the_least_that_works(case):
         run(case, steps=0, memory_budget=least * 9 // 10)
 
 
-class Uneven(fit.Fitter):
+class Uneven(fitter.Fitter):
     """Its plans need least where the model holds a little more than its least: 1,000 of the 7,400 of the whole step."""
 
-    def peak(self, again: frozenset[int]) -> int:
+    def peak(self, again: frozenset[int], away: tuple[str, ...] = ()) -> int:
         (memory,) = again
         return 2000 + (300 if memory < 1050 else memory // 10)
+
+    def solved(self, again: frozenset[int], below: int) -> None:
+        """There are no layers."""
+
+    everywhere = staticmethod(lambda again: again)
 
 
 def test_the_least_is_looked_for_near_what_the_model_calls_the_least(monkeypatch):
@@ -220,10 +225,10 @@ def test_the_least_is_looked_for_near_what_the_model_calls_the_least(monkeypatch
         return Solved(Choice(frozenset([memory]), 1.0, memory), 0.0)
 
     solver = SimpleNamespace(leanest=lambda: solved(1000), cheapest=lambda at: solved(at) if at >= 1000 else None)
-    monkeypatch.setattr(fit, "measure", lambda segments, again: Choice(frozenset(), 0.0, 7400))
-    fitter = Uneven(None, None, None, None, solver)  # type: ignore[arg-type]
+    monkeypatch.setattr(fitter, "measure", lambda segments, again: Choice(frozenset(), 0.0, 7400))
     plan = SimpleNamespace(peak=7400, arena=7000)
-    least = min(fitter.peak(s.choice.again) for s in fitter.leanest(plan, enough=0))  # type: ignore[arg-type]
+    uneven = Uneven(None, None, None, None, solver, plan)  # type: ignore[arg-type]
+    least = min(uneven.peak(s.choice.again) for s in uneven.leanest(enough=0))
     assert least == 2110
 
 
@@ -251,6 +256,12 @@ def test_how_a_budget_is_written(given, parsed):
     options = Options(memory_budget=given)
     assert options.memory_budget == parsed and type(options.memory_budget) is type(parsed)
     assert Options.from_json(options.to_json()) == options
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_level_without_budgets_says_which_has_them(level):
+    with pytest.raises(InputError, match=f"level={level}: give level=3 or 4, or leave memory_budget out"):
+        Options(memory_budget="1GB", level=level)
 
 
 @pytest.mark.parametrize("given", ["24", "GB", "-1GB", "0GB", "5 parsecs", 0, -3, 0.0, 1.5, True, [1]])

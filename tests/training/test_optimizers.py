@@ -11,7 +11,7 @@ from torch import optim
 from wholestep.dialects import context
 from wholestep.errors import OptimizerError
 from wholestep.ir.parser import parse
-from wholestep.training.optimizers import FamilyPlan, plan_optimizer
+from wholestep.training.optimizers import FamilyPlan, family_of, plan_optimizer
 
 from .optimizer_harness import (
     CompiledOptimizer,
@@ -350,3 +350,17 @@ def test_subclass_without_its_own_step_is_its_base():
 
     compiled = train_both(lambda p: Named(p, lr=0.1), SHAPES)
     assert isinstance(compiled.plan, FamilyPlan)
+
+
+def test_who_has_called_torch_compile_has_the_same_optimizers() -> None:
+    """Its first call wraps parts of all of torch's optimizers, each class anew."""
+    torch.compile(lambda x: x, backend="eager")
+    weights = [torch.nn.Parameter(torch.zeros(2, 2))]
+    for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop):
+        assert family_of(cls(weights, lr=0.1)) is not None
+
+    class Own(torch.optim.Adam):
+        def _init_group(self, *given: object) -> bool:
+            return super()._init_group(*given)
+
+    assert family_of(Own(weights)) is None

@@ -39,10 +39,17 @@ class Exact:
 
     def __init__(self, segments: Segments):
         self.segments, self.program = segments, program_of(segments)
+        self.known: dict[int | None, tuple[Sequence[float], float] | None] = {}  # by limit: a search comes back to some
+
+    def solution(self, limit: int | None) -> tuple[Sequence[float], float] | None:
+        """What `solve` finds, once per limit."""
+        if limit not in self.known:
+            self.known[limit] = solve(self.program, limit)
+        return self.known[limit]
 
     def cheapest(self, limit: int) -> Solved | None:
         """The cheapest choice that holds no more than `limit` bytes; None where there is none."""
-        found = solve(self.program, limit)
+        found = self.solution(limit)
         if found is None:
             return None
         values, bound = found
@@ -50,7 +57,7 @@ class Exact:
 
     def leanest(self) -> Solved:
         """The cheapest choice among those that hold the fewest bytes."""
-        found = solve(self.program, None)
+        found = self.solution(None)
         assert found is not None  # without a limit, running nothing again is a choice
         values, _ = found
         least = max((sum(c * round(values[v]) for v, c in terms) + b for terms, b in self.program.memory), default=0)

@@ -1,17 +1,17 @@
 """`fit_budget`: makes a step fit a memory budget by running ops of forward again in backward, as cheaply as it can.
 
 The choice is made on a memory model (choice.py) that is read off the plan the step runs by, with kernels fused where
-they are. It is applied as `recompute` transformations (`renormalize` for what fused kernels normalise: statistics are
-kept) and judged by the real plan. Where the plan needs more than the model said, the model's limit is moved by the
-difference and it chooses again. Where that is allowed, values may wait in host memory too (away.py). A loss over a
-large vocabulary may be taken in chunks: the step is fitted with and without that, and the cheaper way is taken.
+they are, and judged by the real plan (fitter.py). Where that is allowed, values may wait in host memory too (away.py).
+A loss over a large vocabulary may be taken in chunks: the step is fitted with and without that, and the cheaper way is
+taken. Where nothing fits so, a model of single ops is asked as well: a fused kernel runs again whole or not at all, and
+often a part of it would do (a normalisation that shares its kernel with the sum that the layer before ends with).
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,128 +23,26 @@ from ..ir.builtin import lookup
 from ..ir.core import Op
 from ..ir.passes import run_pipeline
 from ..machine.description import Description, shipped
-from ..plan import Buffer, Launch, Plan
+from ..plan import Plan
 from ..plan.planner import Planned
 from ..transforms.chunked_loss import large_losses
 from ..transforms.fusion_wishes import Wishes
-from ..transforms.kept import NORMALISATIONS, Renormalize
-from ..transforms.opportunity import Opportunity, apply_key, site_names
-from ..transforms.recompute import Recompute
-from ..transforms.regenerate import EARLY
+from ..transforms.opportunity import Opportunity, apply_key, opportunities, site_names
 from .away import Away, fewest_away, send_away
-from .choice import Segments, cut, measure
+from .choice import Segments, cut
+from .copies import note_copies
 from .exact import Exact, Solved, is_installed
+from .fitter import Fitter, forward_function, way_of
 from .graph import UNPRICED, graph_of, price
 from .greedy import Greedy
-from .report import BudgetReport, size_text
+from .impossible import impossible
+from .report import BudgetReport
 from .templates import find_templates
 from .trials import Trials
 from .windows import note_windows
 
-#: how often the plan is asked at most before the leanest choice is taken
-TRIALS = 6
-#: a choice that leaves less than this share of the activations unused is good enough
-SLACK = 0.02
-#: where nothing fits: which parts of what the model can save are tried above its least, and how often less than the
-#: least that was found is asked for
-NEAR = (64, 32, 16, 8, 4)
-ROUNDS = 4
-
-
-@dataclass(slots=True)
-class Fitter:
-    """One step that is to fit, and what was tried."""
-
-    module: Op
-    function: Op
-    trials: Trials
-    segments: Segments
-    solver: Exact | Greedy
-    tried: dict[tuple[frozenset[int], tuple[str, ...]], Plan] = field(default_factory=dict)
-
-    def plan(self, again: frozenset[int], away: tuple[str, ...] = ()) -> Plan:
-        """The plan of the step where these ops run again and these values wait in host memory, tried on a copy."""
-        if (again, away) not in self.tried:
-            copy = self.changed(again)
-            send_away(copy, away)
-            function = lookup(copy, self.function.attributes["sym_name"])
-            self.tried[again, away] = self.trials.planned(function).plan
-        return self.tried[again, away]
-
-    def changed(self, again: frozenset[int]) -> Op:
-        """A copy of the module where these ops run again."""
-        copy = self.module.clone()
-        self.apply(copy, again)
-        run_pipeline(copy, "dce")
-        return copy
-
-    def peak(self, again: frozenset[int]) -> int:
-        return self.plan(again).peak
-
-    def apply(self, module: Op, again: frozenset[int]) -> list[str]:
-        """Makes kernels run again, all their ops that backward then reads from; the recipe of it."""
-        mine = forward_function(self.module, self.function).regions[0].block
-        function = forward_function(module, lookup(module, self.function.attributes["sym_name"]))
-        same = dict(zip(mine, function.regions[0].block, strict=True))
-        nodes = self.segments.graph.nodes
-        copied = {same[op] for n in again for op in nodes[n].ops}
-        decided = {same[op] for node in nodes for op in node.ops}
-        for op in same.values():  # views of what runs again are made again too
-            if op.phase in EARLY and op not in decided and any(v.op in copied for v in op.operands):
-                copied.add(op)
-        names = site_names(module)
-        recipe = []
-        for op in reversed(list(same.values())):  # consumers come before their producers
-            how = way_of(op, self.trials.fuses)
-            if op in copied and how.late(op):
-                recipe.append(f"{how.name} {names[op]}")
-                how.apply(op)
-        return recipe
-
-    def search(self, budget: int, before: Plan) -> Solved | None:
-        """The cheapest choice that was met whose plan fits, by moving the model's limit; None where none was met."""
-        whole = measure(self.segments, ()).memory
-        limit, step = budget - (before.peak - whole), 0
-        enough = SLACK * before.arena
-        good, bad = 0, whole  # limits whose choice fits the plan, and that do not
-        fitting: list[Solved] = []
-        for _ in range(TRIALS):
-            solved = self.solver.cheapest(limit) if limit > 0 else None
-            if solved is None and fitting:
-                break
-            last = solved is None  # the least that the model knows of
-            solved = solved or self.solver.leanest()
-            left = budget - self.peak(solved.choice.again)
-            if left >= 0:
-                fitting.append(solved)
-                good = solved.choice.memory if last else limit
-                if left <= enough or bad - good <= enough:
-                    break
-                limit = min(good + left, (good + bad) // 2)
-            elif last:
-                break
-            else:
-                bad = limit
-                step = max(-left, 2 * step)  # a plan may gain late: ever more is asked of it
-                limit = max(limit + left, (bad + good) // 2) if fitting else limit - step
-        return min(fitting, key=lambda s: s.choice.seconds, default=None)
-
-    def leanest(self, before: Plan, enough: int) -> list[Solved]:
-        """Choices that need nearly as little as any can, by the model and by the plan; more until one fits `enough`.
-
-        What the model calls leaner need not be so for the plan, so its neighbours are tried too, and then ever less.
-        """
-        least = self.solver.leanest()
-        span = measure(self.segments, ()).memory - least.choice.memory
-        more = [self.solver.cheapest(least.choice.memory + span // part) for part in NEAR]
-        found = [least, *[m for m in more if m is not None]]
-        for _ in range(ROUNDS):
-            needed = min(self.peak(s.choice.again) for s in found)
-            better = self.search(needed - 1, before) if needed > enough else None
-            if better is None:
-                break
-            found.append(better)
-        return found
+#: transformations that a budget takes by itself
+MEANS = ("recompute", "renormalize", "chunk-loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +83,19 @@ class Fit:
         return self.losses.seconds + again + self.away.extra_seconds
 
     @property
+    def again(self) -> frozenset[int]:
+        """What runs again."""
+        return frozenset() if self.solved is None else self.solved.choice.again
+
+    @property
+    def peak(self) -> int:
+        """What the step needs."""
+        return self.fitter.peak(self.again, self.away.recipe)
+
+    @property
     def plan(self) -> Plan:
         """The plan of the step."""
-        again: frozenset[int] = frozenset() if self.solved is None else self.solved.choice.again
-        return self.fitter.plan(again, self.away.recipe)
+        return self.fitter.plan(self.again, self.away.recipe)
 
     def apply(self, module: Op) -> list[str]:
         """Changes a program, the one that was looked at or a copy of it; the recipe."""
@@ -235,8 +142,9 @@ def fit_budget(
     setting = Setting(trials, allowed, machine, forbidden, offload)
     fit = cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
     if not fit.fits:
-        raise MemoryBudgetError(impossible(fit.plan, allowed, micro_batches(function)))
-    return describe(fit, allowed, plan, fit.plan, machine), fit.apply(module)
+        kept_out = rules_out(module, forbidden)
+        raise MemoryBudgetError(impossible(fit.plan, allowed, len(fit.again), kept_out, micro_batches(function)))
+    return describe(fit, allowed, plan, machine), fit.apply(module)
 
 
 def with_losses(module: Op, function: Op, keys: Sequence[str], trials: Trials) -> tuple[Op, Op, Planned]:
@@ -267,8 +175,11 @@ def cheapest(module: Op, function: Op, start: Start, setting: Setting) -> Fit:
             found.append(fitted(ways[1], setting))
     fitting = [fit for fit in found if fit is not None]
     if not fitting:
-        fitting = [leanest(way, setting) for way in ways]
-        fitting = [fit for fit in fitting if fit.fits] or [min(fitting, key=lambda f: f.plan.peak)]
+        lean = [leanest(way, setting) for way in ways]
+        if setting.trials.fuses and not any(fit.fits for fit in lean):
+            parts = [way.op_by_op(setting) for way in ways]
+            lean += [fitted(part, setting) or leanest(part, setting) for part in parts]
+        fitting = [fit for fit in lean if fit.fits] or [min(lean, key=lambda f: f.peak)]
     return min(fitting, key=lambda f: f.seconds)
 
 
@@ -283,11 +194,18 @@ class Start:
     @classmethod
     def of(cls, module: Op, function: Op, planned: Planned, setting: Setting, losses: Losses) -> Start:
         """planned: with marks."""
-        segments = segments_of(module, function, planned, setting)
-        solver = Exact(segments) if is_installed() else Greedy(segments)
-        fitter = Fitter(module, function, setting.trials, segments, solver)
-        fitter.tried[frozenset(), ()] = planned.plan
+        fuses = setting.trials.fuses
+        segments = segments_of(module, function, planned, setting, statistics=fuses)
+        fitter = Fitter(module, function, setting.trials, segments, solver_of(segments), planned.plan, fuses)
         return cls(fitter, planned, losses)
+
+    def op_by_op(self, setting: Setting) -> Start:
+        """The same step, planned as before, where every op is decided about by itself."""
+        module, function, trials = self.fitter.module, self.fitter.function, setting.trials
+        single = trials.planned(function, marked=True, fused=False)
+        segments = segments_of(module, function, single, setting, statistics=False, copies=True)
+        fitter = Fitter(module, function, trials, segments, solver_of(segments), self.fitter.before)
+        return Start(fitter, self.planned, self.losses)
 
     def away_with(self, again: frozenset[int], setting: Setting) -> Away | None:
         """The fewest values that wait in host memory so that the step fits where these ops run again."""
@@ -320,7 +238,7 @@ def fitted(start: Start, setting: Setting) -> Fit | None:
     away = start.away_with(frozenset(), setting)
     if away is not None and away.extra_seconds == 0:
         return Fit(fitter, None, away, start.losses)
-    solved = fitter.search(setting.allowed, before)
+    solved = fitter.search(setting.allowed)
     if solved is not None and (away is None or solved.choice.seconds <= away.extra_seconds):
         return Fit(fitter, solved, Away(), start.losses)
     return None if away is None else Fit(fitter, None, away, start.losses)
@@ -329,7 +247,7 @@ def fitted(start: Start, setting: Setting) -> Fit | None:
 def leanest(start: Start, setting: Setting) -> Fit:
     """What needs next to no memory, whether it fits or not; with values sent away where it does not."""
     fitter = start.fitter
-    lean = fitter.leanest(start.planned.plan, setting.allowed)
+    lean = fitter.leanest(setting.allowed)
     fitting = [s for s in lean if fitter.peak(s.choice.again) <= setting.allowed]
     if fitting:
         return Fit(fitter, min(fitting, key=lambda s: s.choice.seconds), Away(), start.losses)
@@ -338,15 +256,27 @@ def leanest(start: Start, setting: Setting) -> Fit:
     return Fit(fitter, solved, Away() if away is None else away, start.losses, fits=away is not None)
 
 
-def segments_of(module: Op, function: Op, planned: Planned, setting: Setting) -> Segments:
-    """What can be decided about a step, with the memory that its plan needs beside. planned: with marks."""
-    forward, inner = forward_function(module, function), inner_plan(planned)
-    names, fuses = site_names(module), setting.trials.fuses
-    graph = graph_of(inner, list(forward.regions[0].block), setting.machine)
+def solver_of(segments: Segments) -> Exact | Greedy:
+    """What chooses: the exact solver where SciPy is there."""
+    return Exact(segments) if is_installed() else Greedy(segments)
+
+
+def segments_of(
+    module: Op, function: Op, planned: Planned, setting: Setting, statistics: bool, copies: bool = False
+) -> Segments:
+    """What can be decided about a step, with the memory that its plan needs beside. planned: with marks.
+
+    statistics: whether those of what runs again are kept. copies: what backward has copies of is taken as such.
+    """
+    block, inner = forward_function(module, function).regions[0].block, inner_plan(planned)
+    names = site_names(module)
+    graph = graph_of(inner, list(block), setting.machine)
     for node in graph.nodes:
-        keys = [f"{way_of(op, fuses).name} {names[op]}" for op in node.ops]
+        keys = [f"{way_of(op, statistics).name} {names[op]}" for op in node.ops]
         if any(is_forbidden(key, setting.forbidden) for key in keys):
             node.again = False
+    if copies:
+        note_copies(graph, block)
     segments = cut(graph, find_templates(graph))
     note_windows(segments, inner.plan, planned.plan.peak - inner.plan.arena)
     return segments
@@ -357,11 +287,6 @@ def inner_plan(planned: Planned) -> Planned:
     return planned.bodies[0] if planned.bodies else planned
 
 
-def way_of(op: Op, fuses: bool) -> Recompute:
-    """How an op runs again."""
-    return Renormalize() if fuses and op.definition in NORMALISATIONS else Recompute()
-
-
 def work_seconds(planned: Planned, machine: Description) -> float:
     """Predicted seconds of all launches of forward and backward, of one micro-batch where there are several."""
     inner = inner_plan(planned)
@@ -369,12 +294,12 @@ def work_seconds(planned: Planned, machine: Description) -> float:
     return sum(price(launches, list(inner.function.regions[0].block), inner.plan, machine))
 
 
-def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Description) -> BudgetReport:
+def describe(fit: Fit, budget: int, before: Plan, machine: Description) -> BudgetReport:
     fitter, solved, away = fit.fitter, fit.solved, fit.away
     report = BudgetReport(
         budget,
         before.peak,
-        after.peak,
+        fit.peak,
         before.peak - before.arena,
         machine.name,
         plans=fitter.trials.count,
@@ -407,68 +332,9 @@ def describe(fit: Fit, budget: int, before: Plan, after: Plan, machine: Descript
     )
 
 
-def impossible(plan: Plan, budget: int, micro_batches: int = 1) -> str:
-    """Why a budget cannot be met, the least that can, and what that is made of. `plan`: that of the leanest step."""
-    held = list(held_at_peak(plan))
-    parts = {"memory that kernels take by themselves": plan.made}
-    for _, buffer in held:
-        word = WORDS.get(buffer.lifetime, "activations")
-        parts[word] = parts.get(word, 0) + buffer.bytes
-    own = [(b.bytes, launches[b.first]) for launches, b in held if b.space == "arena" and b.first >= 0]
-    largest, launch = max(own, key=lambda o: o[0], default=(0, None))
-    made_by = "" if launch is None else f"{launch.name.removeprefix('step.')} in {launch.layer or launch.phase}"
-    shown = ", ".join(f"{name} {size_text(b)}" for name, b in sorted(parts.items(), key=lambda p: -p[1]) if b)
-    needed = plan.peak
-    grows = sum(parts.get(word, 0) for word in ("activations", "temporaries", "the batch"))  # with the batch
-    accumulate = f", or accumulate={2 * micro_batches}" if grows > parts.get("parameters", 0) else ""
-    return (
-        f"memory_budget is {size_text(budget)} ({budget:,} bytes), and the least found to do for this step is "
-        f"{size_text(needed)} ({needed:,} bytes), with all that helps computed again in backward. At its peak there "
-        f"are {shown}; the largest tensor of the step's own is {size_text(largest)}, made by {made_by}. "
-        f"Give memory_budget={needed} or more, or a smaller batch{accumulate}"
-    )
-
-
-def held_at_peak(plan: Plan) -> Iterator[tuple[list[Launch], Buffer]]:
-    """What owns memory when most of the arena is in use, with the launches it counts by; that of micro-batches too."""
-    curve = plan.live_bytes()
-    at = max(range(len(curve)), key=curve.__getitem__, default=0)
-    inside = plan.launches[at] if plan.launches and plan.launches[at].body >= 0 else None
-    for number, buffer in enumerate(plan.buffers):
-        if buffer.base >= 0 or buffer.space == "host" or (inside is not None and number == inside.workspace):
-            continue
-        if buffer.space != "arena" or buffer.first <= at <= buffer.last:
-            yield plan.launches, buffer
-    if inside is not None:
-        yield from (held for held in held_at_peak(plan.bodies[inside.body]) if held[1].space == "arena")
-
-
-#: what the memory of a plan is called in an error
-WORDS = {
-    "param": "parameters",
-    "opt_state": "optimizer state",
-    "state": "buffers and other state",
-    "batch": "the batch",
-    "constant": "constants",
-    "grad": "gradients",
-    "activation": "activations",
-    "transient": "temporaries",
-    "output": "outputs",
-    "workspace": "temporaries",
-}
-
-
 def micro_batches(function: Op) -> int:
     """How many micro-batches a step takes its batch in."""
     return next((op.count for op in function.regions[0].block if op.definition is MicroBatches), 1)
-
-
-def forward_function(module: Op, function: Op) -> Op:
-    """Where forward and backward are: the step's own function, or that of its micro-batches."""
-    for op in function.regions[0].block:
-        if op.definition is MicroBatches:
-            return lookup(module, op.callee)
-    return function
 
 
 def priced(machine: Description | None, device: torch.device) -> Description:
@@ -481,3 +347,9 @@ def priced(machine: Description | None, device: torch.device) -> Description:
 
 def is_forbidden(key: str, patterns: Sequence[str]) -> bool:
     return any(key == p or fnmatch.fnmatchcase(key, p) for p in patterns)
+
+
+def rules_out(module: Op, forbidden: Sequence[str]) -> bool:
+    """Whether a user forbids something that a budget might have done."""
+    found = opportunities(module, names=MEANS) if forbidden else []
+    return any(is_forbidden(opportunity.key, forbidden) for opportunity in found if not opportunity.why_not)

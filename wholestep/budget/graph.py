@@ -54,8 +54,9 @@ class Node:
     seconds: float
     makes: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
-    #: whether it may run again
+    #: whether it may run again, and whether backward has a copy of it anyway (copies.py)
     again: bool = True
+    there: bool = False
     #: how it looks, for finding repeated layers; equal for equal ops
     looks: str = ""
     layer: str = ""

@@ -50,8 +50,8 @@ class Trials:
     def fuses(self) -> bool:
         return self.choices is not None
 
-    def planned(self, function: Op, marked: bool = False) -> Planned:
-        """The plan of a step; marked: of a copy with marks, which no wish of a user's fits."""
+    def planned(self, function: Op, marked: bool = False, fused: bool = True) -> Planned:
+        """The plan of a step; marked: of a copy with marks, which no wish of a user's fits. fused: as it will run."""
         self.count += 1
         wishes = self.wishes or Wishes()
         if marked:
@@ -61,7 +61,7 @@ class Trials:
             self.device,
             self.numbers,
             self.strides,
-            choices=self.choices,
+            choices=self.choices if fused else None,
             wishes=wishes,
             kernels=self.kernels,
             pieces=self.pieces,

@@ -110,7 +110,11 @@ class OptimizerPlan(ABC):
 
 def step_function(cls: type[torch.optim.Optimizer]) -> Any:
     """The class's own `step`, without the wrappers torch puts around it (hooks, no_grad)."""
-    function = cls.step
+    return without_wrappers(cls.step)
+
+
+def without_wrappers(function: Any) -> Any:
+    """A function without what torch wraps around it; torch.compile's first call wraps parts of all optimizers."""
     while hasattr(function, "__wrapped__") and "/torch/" in function.__code__.co_filename:
         function = function.__wrapped__
     return function

@@ -17,7 +17,7 @@ from ..ir.attributes import freeze
 from ..ir.core import Value
 from ..ir.types import F64, TensorType
 from .optimizer_families import Family, Hyper, families
-from .optimizer_plan import OptimizerPlan, refuse_unsupported, step_function
+from .optimizer_plan import OptimizerPlan, refuse_unsupported, step_function, without_wrappers
 
 NUMBER = TensorType((), F64)
 
@@ -45,9 +45,14 @@ def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     for cls, family in families().items():
         if isinstance(optimizer, cls):
             own_step = step_function(type(optimizer)) is not step_function(cls)
-            own_state = type(optimizer)._init_group is not cls._init_group  # type: ignore[attr-defined]
+            own_state = group_function(type(optimizer)) is not group_function(cls)
             return None if own_step or own_state else family
     return None
+
+
+def group_function(cls: type[torch.optim.Optimizer]) -> Any:
+    """What makes the state of a class's parameters."""
+    return without_wrappers(cls._init_group)  # type: ignore[attr-defined]
 
 
 class FamilyPlan(OptimizerPlan):

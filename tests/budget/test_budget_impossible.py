@@ -1,0 +1,49 @@
+"""What the error says where no choice fits: what is true, in the user's names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from wholestep.budget.trials import MARK
+from wholestep.errors import MemoryBudgetError
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[part for _ in range(2) for part in (nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16))])
+
+
+def message(model: nn.Module, loss_fn, batch, budget, **options) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MemoryBudgetError) as caught:
+        ws.compile(model, loss_fn, optimizer, batch, memory_budget=budget, tune=False, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("providers", [["aten"], ["aten", "cpp"]])
+def test_where_all_is_forbidden_it_says_so(providers):
+    batch, forbid = (torch.randn(64, 16), torch.randn(64, 16)), ["recompute *", "renormalize *"]
+    text = message(layers(), nn.functional.mse_loss, batch, 1, forbid=forbid, providers=providers)
+    assert MARK.search(text) is None and re.search(r"made by \w+ in (\d|loss_fn)", text)
+    assert "nothing computed again in backward, since what could be is forbidden or does not help" in text
+    assert "or forbid less" in text and "all that helps" not in text
+
+
+@pytest.mark.parametrize("providers", [["aten"], ["aten", "cpp"]])
+def test_where_nothing_helps_it_says_so(providers):
+    model, x = nn.Linear(8, 100), torch.randn(200, 8)
+    text = message(model, lambda m, x: m(x).tanh().sum(), (x,), 0.6, providers=providers)
+    assert MARK.search(text) is None and "forbid" not in text
+    assert "with nothing computed again in backward, since that would not help" in text
+
+
+def test_where_something_helps_it_is_computed_again():
+    batch = torch.randn(64, 16), torch.randn(64, 16)
+    text = message(layers(), nn.functional.mse_loss, batch, 1, providers=["aten"])
+    assert "with all that helps computed again in backward" in text and "forbid" not in text
+    text = message(layers(), nn.functional.mse_loss, batch, 1, providers=["aten"], forbid=["recompute step/1/*"])
+    assert "with all that helps and is not forbidden computed again" in text and "or forbid less" in text
