@@ -102,7 +102,7 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
     from wholestep.cost import movement_of
     from wholestep.cost.html import page
     from wholestep.runtime.fusions import recipe_of
-    from wholestep.runtime.report import recipe_lines
+    from wholestep.runtime.report import done_rows, recipe_lines
     from wholestep.runtime.saved import read_content, reading
 
     content = read_content(path)
@@ -116,7 +116,7 @@ def explain_saved(path: Path, machine: Description | None) -> tuple[str, str, st
         lines.append(f"it holds {count} programs, one per shape of the batch; this is the one used last")
     text = "\n".join([*lines, *recipe_lines(recipe), str(movement)])
     plain = movement.to_dict() | {"recipe": recipe}
-    return text, json.dumps(plain, indent=1) + "\n", page(movement, path.name, None, text, recipe)
+    return text, json.dumps(plain, indent=1) + "\n", page(movement, path.name, None, text, done_rows(recipe))
 
 
 def plan_saved(content: dict[str, Any]) -> tuple[Planned, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from ..transforms.opportunity import by_transformation, sites_text
 from .ledger import CAUSES, Kernel, Ledger
 from .movement import (
     Movement,
@@ -65,11 +64,11 @@ def page(
     title: str,
     measured: float | None = None,
     text: str = "",
-    recipe: Sequence[str] = (),
+    done: Sequence[tuple[str, int, str]] = (),
     budget: str = "",
 ) -> str:
-    """The whole file. `measured` is the median time of a step, `text` the report as a table, `recipe` what was done to
-    the program, `budget` what became of a memory budget."""
+    """The whole file. `measured` is the median time of a step, `text` the report as a table, `done` what was done
+    to the program (what, how often, where), `budget` what became of a memory budget."""
     ledger = movement.ledger
     total = max(ledger.total, 1)
     parts = [
@@ -103,7 +102,7 @@ def page(
         "<h2>Bytes by kernel</h2>",
         groups_table("kernel", ledger.by_kernel(), total),
         "<h2>Transformations</h2>",
-        recipe_table(recipe),
+        done_table(done),
     ]
     if budget:
         parts.append(f"<h2>Memory budget</h2><pre>{escape(budget)}</pre>")
@@ -180,11 +179,8 @@ def movers_table(ledger: Ledger) -> str:
     return table(("kernel", "where", "bytes", "calls"), rows)
 
 
-def recipe_table(recipe: Sequence[str]) -> str:
-    rows = [
-        (name, (float(len(where)), str(len(where))), sites_text(where, 8))
-        for name, where in by_transformation(recipe).items()
-    ]
+def done_table(done: Sequence[tuple[str, int, str]]) -> str:
+    rows = [(name, (float(count), str(count)), where) for name, count, where in done]
     return table(("transformation", "times", "where"), rows) if rows else "<p>none</p>"
 
 

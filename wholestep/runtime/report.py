@@ -142,7 +142,9 @@ class Report:
         if format == "json":
             return json.dumps(self.to_dict(), indent=1) + "\n"
         if format == "html" and self.movement is not None:
-            return page(self.movement, self.title, self.median_seconds, str(self), self.recipe, self._budget_text())
+            return page(
+                self.movement, self.title, self.median_seconds, str(self), done_rows(self.recipe), self._budget_text()
+            )
         raise InputError(f'a report is "text", "json" or "html", not {format!r}')
 
     def _budget_text(self) -> str:
@@ -212,6 +214,11 @@ class Report:
         elif self.autocast:
             lines.append(f"torch.autocast: not counted: {self.autocast}")
         return lines
+
+
+def done_rows(recipe: Sequence[str]) -> list[tuple[str, int, str]]:
+    """What was done to a program, how often, and at which sites first."""
+    return [(name, len(where), sites_text(where, 8)) for name, where in by_transformation(recipe).items()]
 
 
 def recipe_lines(recipe: Sequence[str]) -> list[str]:

@@ -27,7 +27,6 @@ from ..capture.capture import named_state
 from ..capture.sandbox import keep_random_state
 from ..capture.slots import Slot
 from ..capture.structure import unflatten
-from ..cost.predicted import predicted
 from ..dialects.step import torch_dtype
 from ..errors import InputError, WholestepError
 from ..ir.core import Op
@@ -45,6 +44,7 @@ from .counters import Counters
 from .cuda_graph import Graphed
 from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
+from .predicted import predicted
 from .replay import LongWay, Replay
 from .replay_source import FAILED
 from .report import Report, machine_of, report_of

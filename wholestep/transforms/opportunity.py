@@ -28,7 +28,7 @@ class Change:
     bytes: int = 0  # read and written by all ops
     saved: int = 0  # held from forward to backward
     flops: int = 0
-    #: at the limits of a described machine (`cost/predicted.py`), unless a transformation says it itself; None without
+    #: at the limits of a described machine (`runtime/predicted.py`), unless a transformation says it; None without one
     seconds: float | None = None
 
 

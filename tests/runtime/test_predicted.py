@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cost.models import convolution_step, language_step, moved
-from wholestep.cost.predicted import predicted
 from wholestep.machine.description import Description
+from wholestep.runtime.predicted import predicted
 from wholestep.transforms.opportunity import Change, Opportunity, sites
 
 MACHINE = Description("an example", "cuda", bandwidth=1e9, gemm={"f32": 1e9})

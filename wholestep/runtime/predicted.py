@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..cost.accesses import Frame
+from ..cost.ledger import Kernel
+from ..cost.roofline import compute_seconds
 from ..dialects.step.base import StepOp
 from ..dialects.step.control import MicroBatches, root_of
 from ..ir.builtin import functions
@@ -16,9 +19,6 @@ from ..ir.core import Op
 from ..machine.description import LINKS, Description
 from ..plan.planner import Planned
 from ..transforms.opportunity import Change, Opportunity, Transformation, sites, transformations
-from .accesses import Frame
-from .ledger import Kernel
-from .roofline import compute_seconds
 
 
 def predicted(
