@@ -1,8 +1,9 @@
 """Predicted DRAM bytes per launch against the hardware's counters, as `ncu` reads them.
 
 Run where there is a GPU and ncu: `python bench/counters.py`; `--selftest` says whether counters work, `--dry` only
-predicts (CPU). A process under ncu compiles a step and runs one launch by launch, each in an NVTX range `ws:<number>`;
-here its kernels are joined with the plan. bench/results/counters.md holds the record.
+predicts (CPU). A first process compiles a step, so that kernels are built and chosen (ncu makes timing slow, and may
+crash it); one under ncu finds them in the cache and runs the step launch by launch, each in an NVTX range
+`ws:<number>`; here its kernels are joined with the plan. bench/results/counters.md holds the record.
 """
 
 from __future__ import annotations
@@ -109,13 +110,15 @@ def child(options: argparse.Namespace) -> None:
     if options.child == "cache":
         return probe_cache(options, folder)
     step, batch = compiled_step(options.child, "cuda")
-    for _ in range(2):
-        step(*batch)
-    print(f"compiled and warm after {time.time() - options.started:.0f} s", flush=True)
+    print(f"compiled after {time.time() - options.started:.0f} s", flush=True)
+    if options.ahead:
+        return None
     (folder / "predicted.json").write_text(json.dumps(predictions(step._compiled.static.planned, *cache_of(options))))
     # without a CUDA graph, every launch of `step.plan()` in an NVTX range ws:<its number>
-    step.annotated(*batch)  # what a first run sets up is not the step's
+    for _ in range(2):
+        step.annotated(*batch)  # what a first run sets up is not the step's
     torch.cuda.synchronize()
+    print(f"ran after {time.time() - options.started:.0f} s", flush=True)
     with Profiling(options.stop_at) as profiling:
         step.annotated(*batch)
         torch.cuda.synchronize()
@@ -218,6 +221,23 @@ def amount(text: str, unit: float) -> float:
         return float("nan")
 
 
+def compile_ahead(job: str, options: argparse.Namespace, folder: pathlib.Path, limit: float) -> str:
+    """Compiles a step in a process of its own, without ncu, into the cache on disk; what it printed."""
+    command = [*in_child(job, folder, time.time(), limit, options), "--ahead"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    if done.returncode:
+        raise RuntimeError(f"compiling failed (exit code {done.returncode}): {done.stderr.strip()[-1500:]}")
+    return done.stdout.strip()
+
+
+def in_child(job: str, folder: pathlib.Path, now: float, limit: float, options: argparse.Namespace) -> list[str]:
+    """The command of a process for one job; a crash of it says where it was."""
+    command = [sys.executable, "-X", "faulthandler", __file__, "--child", job, "--folder", str(folder)]
+    command += ["--started", str(now), "--stop-at", str(now + 0.8 * limit)]
+    command += ["--small"] if options.small else []
+    return command + (["--cache-bytes", str(options.cache_bytes)] if options.cache_bytes else [])
+
+
 def run_ncu(job: str, options: argparse.Namespace, folder: pathlib.Path, limit: float) -> tuple[list[Kernel], str]:
     """Starts a child under ncu and reads its kernels; also what ncu and the child printed."""
     now = time.time()
@@ -225,10 +245,7 @@ def run_ncu(job: str, options: argparse.Namespace, folder: pathlib.Path, limit: 
     command = ["ncu", "--nvtx", "--metrics", f"{READ},{WRITTEN},{TIME}", "--clock-control", "none"]
     command += ["--cache-control", "none", "--replay-mode", "kernel", "--profile-from-start", "off"]
     command += ["--launch-count", str(options.kernels), "-f", "-o", str(report)]
-    command += [sys.executable, __file__, "--child", job, "--folder", str(folder), "--started", str(now)]
-    command += ["--stop-at", str(now + 0.8 * limit)]
-    command += ["--small"] if options.small else []
-    command += ["--cache-bytes", str(options.cache_bytes)] if options.cache_bytes else []
+    command += in_child(job, folder, now, limit, options)
     log = folder / "log"
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("w") as out:
@@ -535,8 +552,10 @@ def selftest(options: argparse.Namespace) -> int:
 def profile(options: argparse.Namespace, record: dict[str, Any], job: str, limit: float) -> None:
     """One child under ncu, compared with its predictions."""
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        kernels, said = run_ncu(job, options, folder, limit)
+        folder, start = pathlib.Path(name), time.time()
+        if job != "cache":
+            print(f"  {compile_ahead(job, options, folder, 0.6 * limit)}", flush=True)
+        kernels, said = run_ncu(job, options, folder, limit - (time.time() - start))
         predicted = json.loads((folder / "predicted.json").read_text())
         if job == "cache":
             record["probe"] = held_in_cache(predicted, kernels)
@@ -561,6 +580,7 @@ def main() -> int:
     parser.add_argument("--kernels", type=int, default=9000, help="most kernels to measure per workload")
     parser.add_argument("--cache-bytes", type=int, help="cache the model counts on; else the machine's description")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--ahead", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--stop-at", type=float, default=0.0, help=argparse.SUPPRESS)

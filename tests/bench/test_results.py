@@ -97,6 +97,10 @@ def test_budgets_and_variants_are_shown_and_are_no_rivals() -> None:
     assert order == ["wholestep", "wholestep:0.7", "wholestep:0.5", "eager", "compile:0.3", "aten", "checkpoint"]
     text = record(entries)
     assert "| wholestep:0.7 | 8.50 |" in text and "8.5 (warm)" in text and "0.10% of 1.00%, 2 steps" in text
+    waiting = entry(
+        "a", "offload:0.5", 12.0, facts={"host_bytes": 620_000_000}, distance=0.0, command="wholestep bench a"
+    )
+    assert "host memory: offload:0.5 0.62 GB." in record([*entries, waiting]) and "host memory: " not in text
     drawn = page.plots(entries)["bench_memory_a_full_cuda_bf16.svg"]
     assert drawn.count("<polyline") == 5
     assert "bench_memory_b_full_cuda_bf16.svg" not in page.plots(canned())

@@ -20,12 +20,15 @@ from .jax_contender import JaxTraining
 from .workload import Batch, Workload
 
 OURS, EAGER = "wholestep", "eager"
-#: ours with other options: ATen's kernels alone, PyTorch's compiler for regions too, every configuration tried
+#: ours with other options: ATen's kernels alone, with our own kernels, with PyTorch's compiler for regions too, every
+#: configuration tried, host memory for what a budget has no room for
 OWN: dict[str, dict[str, Any]] = {
     OURS: {},
     "aten": {"providers": ["aten"]},
+    "triton": {"providers": ["aten", "triton"]},
     "inductor": {"providers": ["aten", "cublas", "cudnn", "triton", "cpp", "inductor"]},
     "max": {"tune": "max"},
+    "offload": {"level": 4},
 }
 #: eager training that keeps the inputs of its blocks and runs them again in backward
 CHECKPOINT = "checkpoint"
@@ -41,7 +44,7 @@ JAX = "jax"
 RIVALS = (EAGER, *MODES, JAX)
 CONTENDERS = (OURS, *RIVALS, *list(OWN)[1:], CHECKPOINT)
 #: contenders that may have a budget: a share of our own peak without one; torch's `activation_memory_budget`
-BUDGETED = (OURS, "compile")
+BUDGETED = (OURS, "offload", "compile")
 PRECISIONS = ("bf16", "fp32")
 
 

@@ -33,7 +33,8 @@ HEAD = (
     "largest distance, and one limit for all steps, at least 1 % in bf16 and 0.1 % in fp32.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
     "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
-    '`providers=["aten"]`; *inductor*: with PyTorch\'s compiler among the providers; *max*: with `tune="max"`.',
+    '`providers=["aten"]`; *triton*: with `providers=["aten", "triton"]`; *inductor*: with PyTorch\'s compiler among '
+    'them; *max*: with `tune="max"`; *offload:x*: with a budget at `level=4`, where values may wait in host memory.',
 )
 CONTENDER_COLUMNS = (
     "contender",
@@ -66,11 +67,19 @@ def record(entries: Sequence[Entry], plots: Sequence[str] = ()) -> str:
             items = next((entry["items"] for entry in row.values() if entry.get("items")), "")
             lines += ["", f"### {case_name(case)}: {items}", ""]
             lines += markdown_table(CONTENDER_COLUMNS, [record_row(row[name], name) for name in sorted(row, key=rank)])
+            lines += waiting_lines(row)
             if OURS in row and row[OURS].get("facts", {}).get("providers"):
                 lines += ["", *share_lines(row[OURS]["facts"])]
             commands = dict.fromkeys(entry["command"] for entry in row.values())
             lines += ["", *(f"`{command}`" for command in commands)]
     return "\n".join(lines) + "\n"
+
+
+def waiting_lines(row: Mapping[str, Entry]) -> list[str]:
+    """Who of ours keeps values in host memory, and how many bytes."""
+    waiting = {name: row[name].get("facts", {}).get("host_bytes", 0) for name in sorted(row, key=rank)}
+    told = [f"{name} {size / 1e9:.2f} GB" for name, size in waiting.items() if size]
+    return ["", f"Waiting in host memory: {', '.join(told)}."] if told else []
 
 
 def plot_text(name: str) -> str:

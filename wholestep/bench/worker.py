@@ -118,6 +118,7 @@ class Worker:
             "bound": movement["bound"]["total"],
             "moved / bound": movement["moved / bound"],
             "planned_peak": report["execution"].get("peak"),
+            "host_bytes": whole.plan().bytes_in("pinned"),
             "seconds": report["seconds"],
             "execution": report["execution"]["by"],
             "why": report["execution"].get("why", ""),
