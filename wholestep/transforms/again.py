@@ -233,7 +233,8 @@ def normalise_again(fuser: Fuser, group: Group, value: Value, ops: set[Op], read
     op = value.op
     assert op is not None and not ops
     formula = Block()
-    made = op.definition.normalised(StepBuilder(formula, None, op.loc, op.phase), op, *op.results[1:])
+    rule = getattr(op.definition, "normalised")  # noqa: B009  (not every op has one)
+    made = rule(StepBuilder(formula, None, op.loc, op.phase), op, *op.results[1:])
     new = list(formula)
     fuser.position.update((one, i) for i, one in enumerate(new))
     why = attempt(fuser, group, value, set(new), readers, made)
