@@ -212,10 +212,19 @@ def load(
             program.policy = parse_precision(options.precision)
             recipe = [d["name"] for d in saved.decisions]
             attentions = attentions_of(step, program, device_of(model, loss_fn))  # anew: this may be another machine
-            compiled = executable_of(step, program, saved.plan, {"load": read / len(saved.programs)}, recipe)
+            seconds = {"load": read / len(saved.programs)}
+            compiled = executable_of(step, program, saved.plan, seconds, recipe)
+            if step.choices is not None and exceeds(compiled, options.memory_budget):
+                step.choices = step.choices.leaner()  # as when it was fitted, see `BudgetReport.lean`
+                compiled = executable_of(step, program, saved.plan, seconds, recipe)
             compiled.attentions = attentions
             step.adopt(compiled)
     return step
+
+
+def exceeds(compiled: Compiled, budget: int | float | None) -> bool:
+    """Whether a plan needs more than a budget of bytes; a share of memory was one of a peak that is not known here."""
+    return isinstance(budget, int) and compiled.static is not None and compiled.static.plan.peak > budget
 
 
 @collector_paused()  # a program is a large graph that stays: collecting it again and again finds nothing
@@ -280,6 +289,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             losses=losses,
         )
         recipe += more
+        if budget.lean and step.choices is not None:
+            step.choices = step.choices.leaner()
     optimised_at = clock()
     verify_ir(program.module)
     seconds = {

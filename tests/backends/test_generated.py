@@ -1,7 +1,7 @@
 """Results over the memory of operands: kernels run number by number, walk after walk, on memory that is really shared.
 
 The interpreter below is as unkind as a generated kernel may be: every walk over a row reads its operands again, points
-come in any order, and a result is written as soon as it is known.
+come in any order, and a result is written as soon as it is known. What is looked up once per row is read before it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from wholestep.dialects.loop import (
     Store,
     outputs_of,
     schedule,
+    varying,
 )
 from wholestep.dialects.loop.reference import _FUNCTIONS, run, wide
 from wholestep.dialects.loop.schedule import stored_along
@@ -57,6 +58,13 @@ class Walker:
         self.stores = [op for op in self.block if op.definition is Store]
         self.late = {op for op in self.walk.after}
         self.sums: dict[Op, dict[tuple[int, ...], list[Any]]] = {op: {} for op in self.walk.across}
+        dims, row = varying(kernel), set(self.walk.row)
+        self.once = {
+            op
+            for op in self.ops
+            if op.definition is Load and op.attributes["dynamic"]
+            if not self.level[op.results[0]] and not dims[op.results[0]] & row
+        }
 
     def run(self) -> None:
         sizes = self.walk.sizes
@@ -64,7 +72,7 @@ class Walker:
         self.pick.shuffle(rows)
         last = max([self.level[v] for v in self.level], default=0)
         for row in rows:
-            known: dict[Op, Any] = {}  # results of reductions along this row
+            known = self.looked_up(row)  # and results of reductions along this row
             for level in range(last + 1):
                 gathered: dict[Op, list[Any]] = {}
                 inner = list(itertools.product(*(range(sizes[d]) for d in self.walk.row)))
@@ -74,6 +82,15 @@ class Walker:
                 for op, numbers in gathered.items():
                     known[op] = combined(op, numbers)
         self.finish()
+
+    def looked_up(self, row: tuple[int, ...]) -> dict[Op, Any]:
+        at, numbers, found = self.at(row, (0,) * len(self.walk.row)), {}, {}
+        for op in self.ops:
+            if op.definition is not Reduce and all(v in numbers or v in self.tensors for v in op.operands):
+                numbers[op.results[0]] = self.number(op, numbers, at)
+                if op in self.once:
+                    found[op] = numbers[op.results[0]]
+        return found
 
     def at(self, row: tuple[int, ...], place: tuple[int, ...]) -> dict[int, int]:
         where = dict(zip(self.walk.outer, row, strict=True)) | dict(zip(self.walk.row, place, strict=True))
@@ -90,10 +107,10 @@ class Walker:
                 if op.operands[0] in numbers and self.level[op.operands[0]] == level:
                     key = tuple(at[d] for d in at if d not in op.attributes["dims"])
                     self.sums[op].setdefault(key, []).append(numbers[op.operands[0]])
+            elif op in known:
+                numbers[op.results[0]] = known[op]
             elif op in self.walk.along:
-                if op in known:
-                    numbers[op.results[0]] = known[op]
-                elif op.operands[0] in numbers:
+                if op.operands[0] in numbers:
                     gathered.setdefault(op, []).append(numbers[op.operands[0]])
             elif all(v in numbers or v in self.tensors for v in op.operands):
                 numbers[op.results[0]] = self.number(op, numbers, at)
@@ -177,7 +194,9 @@ def right_when_shared(
     run(kernel, inputs, wanted)
     own = [x.clone() for x in inputs]
     results = [
-        own[over[i]] if i in over else torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
+        own[over[i]].as_strided(s.shape, s.strides)
+        if i in over
+        else torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
         for i, s in enumerate(specs)
     ]
     Walker(kernel, [*own, *results], seed).run()
@@ -209,6 +228,25 @@ def centred_by_the_old(b: StepBuilder, x: Any, old: Any) -> list[Any]:
     return [b.sub(x, b.reshape(old, shape=(1, 4, 1))), running(b, x, old)]
 
 
+TARGETS = torch.tensor([2, 0, 3])
+
+
+def loss_and_gradient(b: StepBuilder, x: Any, target: Any, **options: Any) -> list[Any]:
+    """Cross entropy, which looks one number of each row up, and its gradient in the same kernel."""
+    shape = x.type.shape
+    flat = b.reshape(x, shape=(math.prod(shape[:-1]), shape[-1])) if len(shape) != 2 else x
+    loss, logsumexp = b.cross_entropy(flat, target, reduction="sum", **options)
+    seed = b.full(1.0, (), x.type.element)
+    return [loss, b.cross_entropy_grad(seed, flat, target, logsumexp, reduction="sum", **options)]
+
+
+def over_another_row(b: StepBuilder, x: Any, target: Any) -> Any:
+    """The target is looked up in the row before: that row may have been written already."""
+    before = b.concat([b.slice(x, dim=0, start=1, end=3), b.slice(x, dim=0, start=0, end=1)], dim=0)
+    picked = b.gather(before, b.reshape(target, shape=(3, 1)), dim=1)
+    return b.mul(b.softmax(x, dim=1), picked)
+
+
 # name: inputs, the kernel, what each result may be written over
 KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
     "pointwise": ([f64(3, 4), f64(3, 4)], lambda b, x, y: b.mul(x, y), [{0, 1}]),
@@ -226,6 +264,20 @@ KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
     "column sums": ([f64(3, 4)], lambda b, x: [b.mul(x, 2.0), b.sum(x, dims=(0,))], [{0}, set()]),
     "a running mean": ([f64(3, 4, 2), f64(4)], running, [{1}]),
     "a running mean that rows are centred by": ([f64(3, 4, 2), f64(4)], centred_by_the_old, [None, set()]),
+    "a loss and its gradient": ([f64(3, 4), TARGETS], loss_and_gradient, [set(), {0}]),
+    "a smoothed loss and its gradient": (
+        [f64(3, 4), TARGETS],
+        lambda b, x, t: loss_and_gradient(b, x, t, label_smoothing=0.1, ignore_index=0),
+        [set(), {0}],
+    ),
+    "a loss of rows in two dimensions": ([f64(1, 3, 4), TARGETS], loss_and_gradient, [set(), {0}]),
+    "what is looked up in another row": ([f64(3, 4), TARGETS], over_another_row, [set()]),
+    "a shape that has changed": (
+        [f64(2, 3, 4)], lambda b, x: b.softmax(b.reshape(x, shape=(6, 4)), dim=1), [{0}]
+    ),
+    "a transposition into the same shape": (
+        [f64(2, 3, 4)], lambda b, x: b.reshape(b.transpose(x, order=(1, 0, 2)), shape=(6, 4)), [set()]
+    ),
     "a scalar over everything": ([f64(3, 4), f64()], lambda b, x, y: b.mul(x, y), [{0}]),
     "a row written over one of many": (
         [f64(1, 4), f64(1, 4)],

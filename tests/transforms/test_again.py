@@ -123,11 +123,11 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
     attempt = again.attempt
 
-    def counted(*args: Any) -> bool:
+    def counted(*args: Any) -> str:
         nonlocal count
-        done = attempt(*args)
-        count += done
-        return done
+        why = attempt(*args)
+        count += not why
+        return why
 
     monkeypatch.setattr(again, "attempt", counted)
     for seed in range(200, 225):

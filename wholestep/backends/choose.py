@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,8 @@ NOT_BUILT, MANY = "not built: ", 3
 Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
 Way = tuple[Provider, Offer, Launcher]
+#: bytes beside its tensors that any way may take
+LITTLE = 1024
 
 
 @dataclass(slots=True)
@@ -110,11 +112,17 @@ class Choices:
     heaviest: int = 0
     #: providers that were said to build nothing
     silent: set[str] = field(default_factory=set)
+    #: for a budget of memory: whether ways that take much memory beside their tensors are left out
+    lean: bool = False
     #: the providers that take part now
     contenders: list[Provider] = field(init=False)
 
     def __post_init__(self) -> None:
         self.contenders = self.providers
+
+    def leaner(self) -> Choices:
+        """The same, without ways that take much memory beside their tensors."""
+        return replace(self, lean=True, known={})
 
     @property
     def objects(self) -> Objects | None:
@@ -352,7 +360,9 @@ class Choices:
         for provider in self.contenders:
             try:
                 why = provider.claims(region)
-                found += [] if why else [(provider, offer) for offer in provider.offers(region)]
+                made = [] if why else provider.offers(region)
+                found += [(provider, offer) for offer in made if not self.lean or is_lean(offer, region)]
+                why = why or ("" if any(p is provider for p, _ in found) else "it takes too much memory by the way")
             except Exception as error:  # one provider's failure is no reason to stop
                 why = f"it failed: {first_line(error)}"
             if why:
@@ -374,7 +384,7 @@ class Choices:
         return version_of([Path(compare.__file__)])
 
     def store_key(self, region: str) -> str:
-        return f"{region} {'+'.join(p.name for p in self.contenders)}"
+        return f"{region} {'+'.join(p.name for p in self.contenders)}" + (" lean" if self.lean else "")
 
     def build(self, pairs: Sequence[Pair], tell: bool = False) -> Built:
         """What runs offers, by their keys, or why nothing does. tell: reports progress."""
@@ -654,6 +664,11 @@ class Contest:
         """Leaves the region to ATen."""
         self.timed.append(Timed("all", 0.0, f"not timed: {why}"))
         self.offers, self.best = [], None
+
+
+def is_lean(offer: Offer, region: Region) -> bool:
+    """Whether a way takes little memory beside the tensors of its region."""
+    return sum(spec.bytes for spec in offer.scratch) <= max(LITTLE, region.bytes // 8)
 
 
 def name_of(pair: Pair) -> str:

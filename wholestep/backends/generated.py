@@ -12,7 +12,7 @@ from ..dialects.loop import Load, NoSchedule, Reduce, Store, outputs_of, schedul
 from ..dialects.loop.schedule import stored_along
 from ..dialects.step import torch_dtype
 from ..dialects.step.convolution import ConvolutionLike
-from ..dialects.strides import is_dense, is_laid_out, row_major, same_places
+from ..dialects.strides import is_dense, is_laid_out, row_major, runs
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from .choose import Chosen
@@ -128,16 +128,15 @@ def strides_in_order(store: Op, shape: Sequence[int], order: dict[int, int]) -> 
     return tuple(strides)
 
 
-def overwritable(
-    kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec], rows_first: bool = False
-) -> list[frozenset[int]]:
+def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[Spec]) -> list[frozenset[int]]:
     """Per result: operands whose memory it may take.
 
     Each point must read exactly the element that it writes, and write it in the last walk over its row: kernels of long
     rows walk them once per reduction that others wait for, and read again what they have read before. Or the element
     is read for nothing but what is stored after the reduction of all other dimensions, which is done once.
 
-    rows_first: what is read once per row is read before the row is walked, so that it may be any element of the row.
+    What is looked up once per row, such as the logit of its target, is read before the row is walked: it may be any
+    element of the row.
     """
     if kernel is None:
         return [frozenset() for _ in results]
@@ -161,14 +160,13 @@ def overwritable(
         walked = stored_along(store)
         in_last_walk = walks[store.operands[0]] == last
         for number, spec in enumerate(operands):
-            if spec.shape != result.shape or spec.dtype != result.dtype:
-                continue
-            if not same_places(spec.shape, spec.strides, result.strides):
+            if spec.dtype != result.dtype or runs(spec.shape, spec.strides) != runs(result.shape, result.strides):
                 continue
             read = loads.get(block.arguments[number], [])
-            if rows_first and in_last_walk and last and walked == everything:
-                read = [op for op in read if not (op.attributes["dynamic"] and is_of_its_row(kernel, op, store, walks))]
-            if any(op.attributes["map"] != store.attributes["map"] or op.attributes["dynamic"] for op in read):
+            place = place_of(store, result.strides, sizes)
+            if in_last_walk and last and walked == everything:
+                read = [op for op in read if not is_of_its_row(kernel, op, spec, place, walks)]
+            if any(place_of(op, spec.strides, sizes) != place or op.attributes["dynamic"] for op in read):
                 continue
             if in_last_walk if walked == everything else is_over_before(kernel, store, read, in_last_walk):
                 taken.add(number)
@@ -176,17 +174,32 @@ def overwritable(
     return found
 
 
-def is_of_its_row(kernel: Op, load: Op, store: Op, walks: dict[Value, int]) -> bool:
-    """Whether a load reads, before the row is walked, one element of the row that is stored."""
-    walk = schedule(kernel)
-    if walks[load.results[0]] or load in walk.after or not varying(kernel)[load.results[0]].isdisjoint(walk.row):
+def place_of(op: Op, strides: Sequence[int], sizes: Sequence[int], without: Sequence[int] = ()) -> list[int]:
+    """Where an access goes in memory: a step per iteration dimension, none where it has one index only, and a constant.
+
+    without: dimensions of the tensor that do not count.
+    """
+    found = [0] * (len(sizes) + 1)
+    for dim, (row, stride) in enumerate(zip(op.attributes["map"], strides, strict=True)):
+        for d, c in enumerate(row):
+            if dim not in without and (d == len(sizes) or sizes[d] > 1):
+                found[d] += c * stride
+    return found
+
+
+def is_of_its_row(kernel: Op, load: Op, spec: Spec, stored: Sequence[int], walks: dict[Value, int]) -> bool:
+    """Whether a load looks up, before the row is walked, one element of the row that is stored there."""
+    walk, dims, looked_up = schedule(kernel), varying(kernel)[load.results[0]], load.attributes["dynamic"]
+    if not looked_up or walks[load.results[0]] or load in walk.after or not dims.isdisjoint(walk.row):
         return False
-    looked_up = load.attributes["dynamic"]
-    for dim, (mine, its) in enumerate(zip(load.attributes["map"], store.attributes["map"], strict=True)):
-        along_row = not any(c for d, c in enumerate(its[:-1]) if d not in walk.row)
-        if mine != its and not (dim in looked_up and along_row):
-            return False
-    return True
+    if not dims and walk.after:  # what finishes sums over all rows may read it again
+        return False
+    begins = place_of(load, spec.strides, walk.sizes, looked_up)
+    if begins != [0 if d in walk.row else step for d, step in enumerate(stored)]:
+        return False
+    steps = sorted(((stored[d], walk.sizes[d]) for d in walk.row), reverse=True)
+    reach = sorted(((spec.strides[d], spec.shape[d]) for d in looked_up), reverse=True)
+    return runs([n for _, n in steps], [s for s, _ in steps]) == runs([n for _, n in reach], [s for s, _ in reach])
 
 
 def is_over_before(kernel: Op, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
@@ -247,7 +260,7 @@ def kernel_of(region: Region, chosen: Chosen | None) -> Kernel:
     for part, first in parts_of(region):
         alike = (part.kernel, part.operands, part.results)
         if alike not in known:
-            known[alike] = overwritable(*alike, rows_first=region.device.type == "cuda")
+            known[alike] = overwritable(*alike)
         kernel.over += [frozenset([first + n for n in taken]) for taken in known[alike]]
     kernel.scratch = [(n, 0, 1) for n in inner]
     return kernel

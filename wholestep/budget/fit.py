@@ -5,6 +5,7 @@ they are, and judged by the real plan (fitter.py). Where that is allowed, values
 A loss over a large vocabulary may be taken in chunks: the step is fitted with and without that, and the cheaper way is
 taken. Where nothing fits so, a model of single ops is asked as well: a fused kernel runs again whole or not at all, and
 often a part of it would do (a normalisation that shares its kernel with the sum that the layer before ends with).
+Where that does not fit either, kernels that take much memory beside their tensors are left out (`Choices.leaner`).
 """
 
 from __future__ import annotations
@@ -141,10 +142,22 @@ def fit_budget(
         return report, change_losses(module, losses)
     setting = Setting(trials, allowed, machine, forbidden, offload)
     fit = cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
+    if not fit.fits and choices is not None:
+        fit = min(fit, leaner(module, function, setting, losses), key=lambda f: (not f.fits, f.peak))
     if not fit.fits:
         kept_out = rules_out(module, forbidden)
         raise MemoryBudgetError(impossible(fit.plan, allowed, len(fit.again), kept_out, micro_batches(function)))
     return describe(fit, allowed, plan, machine), fit.apply(module)
+
+
+def leaner(module: Op, function: Op, setting: Setting, losses: Sequence[str]) -> Fit:
+    """The cheapest way to fit by kernels that take little memory beside their tensors; the leanest where none fits."""
+    old = setting.trials
+    assert old.choices is not None
+    trials = Trials(old.device, old.numbers, old.strides, old.choices.leaner(), old.wishes, old.note)
+    copy, inside, before = with_losses(module, function, losses, trials)
+    setting = replace(setting, trials=trials)
+    return cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
 
 
 def with_losses(module: Op, function: Op, keys: Sequence[str], trials: Trials) -> tuple[Op, Op, Planned]:
@@ -310,6 +323,7 @@ def describe(fit: Fit, budget: int, before: Plan, machine: Description) -> Budge
         chunked=fit.losses.where,
         chunked_bytes=fit.losses.bytes,
         chunked_seconds=fit.losses.seconds,
+        lean=fitter.trials.choices is not None and fitter.trials.choices.lean,
     )
     if solved is None:
         return report

@@ -41,6 +41,8 @@ class BudgetReport:
     chunked: tuple[tuple[str, int], ...] = ()
     chunked_bytes: int = 0
     chunked_seconds: float = 0.0
+    #: whether kernels that take much memory beside their tensors had to be left out
+    lean: bool = False
 
     @property
     def gap(self) -> float:
@@ -54,9 +56,11 @@ class BudgetReport:
 
     def __str__(self) -> str:
         first = f"memory budget {size_text(self.budget)}: peak {size_text(self.peak_after)}"
-        if not self.recomputed and not self.offloaded and not self.chunked:
+        if not self.recomputed and not self.offloaded and not self.chunked and not self.lean:
             return f"{first}; it fits without running anything again"
         lines = [f"{first} instead of {size_text(self.peak_before)} ({size_text(self.state)} of it state)"]
+        if self.lean:
+            lines.append("kernels that take much memory beside their tensors are left out")
         for layer, count in self.chunked:
             lines.append(f"{layer or 'the last linear layer'} and its loss take their tokens in {count} chunks")
         if self.chunked:

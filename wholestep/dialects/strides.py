@@ -47,6 +47,22 @@ def same_places(shape: Sequence[int], left: Sequence[int], right: Sequence[int])
     return all(a == b or s == 1 for s, a, b in zip(shape, left, right, strict=True))
 
 
+def runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(size, stride) per dimension, with dimensions of size one left out and neighbours without a gap merged.
+
+    Two tensors with equal runs have as many elements in the same places in the same order, whatever their shapes.
+    """
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged) or ((1, 1),)
+
+
 def is_laid_out(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
     """Whether a tensor fills its memory with its dimensions in this order."""
     return same_places([shape[d] for d in order], [strides[d] for d in order], row_major([shape[d] for d in order]))

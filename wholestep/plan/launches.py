@@ -24,7 +24,7 @@ from ..dialects.step.fused import Fused
 from ..dialects.step.layout import Layout
 from ..dialects.step.shape import Concat
 from ..dialects.step.transfer import Fetch, Offload
-from ..dialects.strides import Strides, is_dense, row_major, same_places, strides_in, view_of
+from ..dialects.strides import Strides, is_dense, row_major, runs, same_places, strides_in, view_of
 from ..errors import WholestepError
 from ..ir.core import Op, Value
 from ..ir.dialect import OpDef
@@ -526,17 +526,17 @@ class _Flattener:
             candidates = sorted(kernel.over[index])
         else:
             candidates = [1, 2] if flat.provider[launch] == "choose" else []
-        type, strides = flat.type[write], flat.strides[write]
+        type, places = flat.type[write], runs(flat.type[write].shape, flat.strides[write])
         found = []
         for position in candidates:
             value = reads[position]
             root = flat.root[value]
             if (
-                flat.type[value] is type
+                flat.type[value].element is type.element
                 and flat.kind[root] in (LAUNCH, ARGUMENT)
                 and flat.offset[value] == 0
                 and flat.bytes(root) == type.bytes
-                and same_places(type.shape, flat.strides[value], strides)
+                and runs(flat.type[value].shape, flat.strides[value]) == places
                 and self.alone(launch, value, candidates, seen[root])
             ):
                 found.append(position)
@@ -546,10 +546,11 @@ class _Flattener:
         """Whether every operand that sees the memory of `value`, at those positions, sees it alike and may be written
         over too."""
         flat, reads = self.flat, self.flat.reads[launch]
+        element, places = flat.type[value].element, runs(flat.type[value].shape, flat.strides[value])
         return all(
             position in candidates
-            and flat.type[v := reads[position]] is flat.type[value]
-            and same_places(flat.type[v].shape, flat.strides[v], flat.strides[value])
+            and flat.type[v := reads[position]].element is element
+            and runs(flat.type[v].shape, flat.strides[v]) == places
             for position in positions
         )
 

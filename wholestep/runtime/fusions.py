@@ -13,9 +13,10 @@ from typing import Any
 from ..errors import InputError
 from ..ir.core import Op
 from ..plan.planner import Planned
+from ..transforms.again_wishes import INTO, NAME
 from ..transforms.fuse import Fusion
-from ..transforms.fusion_wishes import PREFIX, fits
-from ..transforms.opportunity import Change, Opportunity
+from ..transforms.fusion_wishes import PREFIX
+from ..transforms.opportunity import Change, Opportunity, fits
 
 NOTHING = "nothing is fused in this step: only ATen may run it; see providers= and level="
 #: what a name may stand for, the first that fits: sites, a layer (what it does in forward before anything else), an op
@@ -55,12 +56,16 @@ def kernels_of(planned: Planned | None) -> list[Kernel]:
 
 
 def recipe_of(planned: Planned | None) -> list[str]:
-    """A line per kernel that is run as one."""
-    return [PREFIX + " + ".join(k.sites) for k in kernels_of(planned) if k.launch >= 0]
+    """A line per kernel that is run as one, and per value that such kernels compute again."""
+    run = [k for k in kernels_of(planned) if k.launch >= 0]
+    there = {site for kernel in run for site in kernel.sites}
+    again = [line for _, fusion in parts_of(planned) for line in fusion.again]
+    lines = [f"{NAME} {line}" for line in again if there.issuperset(line.replace(INTO, " + ").split(" + "))]
+    return [PREFIX + " + ".join(k.sites) for k in run] + lines
 
 
 def refused(planned: Planned | None) -> list[Opportunity]:
-    """Neighbours that are not one kernel, the most bytes first."""
+    """Neighbours that are not one kernel, and what kernels could compute again, the most bytes first."""
     found = []
     for part, fusion in parts_of(planned):
         home = {site: i for i, kernel in enumerate(kernels_of(part)) for site in kernel.sites}
@@ -68,6 +73,8 @@ def refused(planned: Planned | None) -> list[Opportunity]:
             if home.get(producer, -1) != home.get(consumer, -2):
                 change = Change(bytes=-fusion.gains[producer, consumer])
                 found.append(Opportunity("fuse", f"{consumer} <- {producer}", change, why))
+        for site, (more, why) in fusion.handed.items():
+            found.append(Opportunity(NAME, site, Change(bytes=more), why))
     return sorted(found, key=lambda o: o.change.bytes)
 
 

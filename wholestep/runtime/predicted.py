@@ -29,7 +29,8 @@ def predicted(
     planned: None where nothing is known but the program; machine: None where none is described.
     """
     known, at, times = transformations(), sites(module), runs(module)
-    again = {o.site: at[o.site] for o in found if not o.why_not and known[o.transformation].runs_again}
+    runs_again = {name for name, how in known.items() if how.runs_again}
+    again = {o.site: at[o.site] for o in found if not o.why_not and o.transformation in runs_again}
     moved = bytes_of_runs(planned, again)
     out = []
     for opportunity in found:

@@ -3,19 +3,22 @@
 After ops are joined, a tensor that passes from one kernel to others may be cheap to compute from what these read
 anyway, or from what is in memory anyway, such as a normalised value from what was normalised and its statistics. Each
 reader then gets the cheap ops that make it, and the tensor is not written where nobody else reads it. What counts is
-bytes; legality is that of any kernel.
+bytes; legality is that of any kernel. What a user asks of it is in `again_wishes.py`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.normalization import RowNorm
+from ..errors import InputError
 from ..ir.core import Block, Op, Value
+from .again_wishes import INTO, NAME, is_meant, is_unwanted, site
+from .opportunity import near
 from .regions import base, is_source, is_view, piece_of
 
 if TYPE_CHECKING:
@@ -35,42 +38,168 @@ LEAST, OPS, READERS = 1 << 20, 32, 3
 ROUNDS = 3
 
 
+@dataclass(slots=True)
+class Handed:
+    """A value that a kernel hands to others: who they are, what makes it, and why they cannot compute it themselves."""
+
+    value: Value
+    group: Group
+    readers: list[Group]
+    #: whether it is written in any case
+    written: bool
+    why: str = ""
+    ops: set[Op] = field(default_factory=set)
+    #: per reader: bytes that it reads more if it computes the value
+    prices: list[int] = field(default_factory=list)
+    #: computed from what was normalised
+    by_statistics: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """What moves more per step if all readers compute it."""
+        return sum(self.prices) - self.value.type.bytes * (len(self.readers) + (not self.written))
+
+
 def compute_again(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Goes through what the kernels hand to each other, the last kernel first; gives the kernels that are left."""
-    order = sorted(groups, key=lambda g: fuser.position[g.members[-1]])
-    for _ in range(ROUNDS):
-        moved = False
-        for group in reversed(order):
-            for value in piece_of(group.members, fuser.position).outputs if group.members else ():
-                if value.type.bytes >= LEAST and value.op in group.members:
-                    moved |= move(fuser, group, value)
-        if not moved:
-            break
+    order = sorted(groups, key=lambda g: fuser.position[g.members[-1]], reverse=True)
+    if fuser.recipe or fuser.again.recipe:
+        replay(fuser)
+    else:
+        take_forced(fuser, order)
+        for _ in range(ROUNDS):
+            if not any([move(fuser, handed) for handed in handed_on(fuser, order, LEAST)]):
+                break
+    note(fuser, order)
     return [g for g in groups if g.members]
 
 
-def move(fuser: Fuser, group: Group, value: Value) -> bool:
-    """Has the kernels that read a value compute it, if that saves bytes; says whether one does."""
-    assert value.op is not None
-    if issubclass(value.op.definition, RowNorm):
-        return normalise_again(fuser, group, value)
-    ops = makers(value, set(group.members))
-    readers, written = other_readers(fuser, group, value) if ops else ([], False)
+def handed_on(fuser: Fuser, groups: Iterable[Group], least: int = 0) -> Iterator[Handed]:
+    """What kernels hand to each other of at least so many bytes, as it stands when its turn comes."""
+    for group in groups:
+        for value in piece_of(group.members, fuser.position).outputs if group.members else ():
+            if value.type.bytes >= least and value.op in group.members:
+                found = handed_by(fuser, group, value)
+                if found.readers:
+                    yield found
+
+
+def handed_by(fuser: Fuser, group: Group, value: Value, wanted: Sequence[Group] | None = None) -> Handed:
+    """How other kernels, all that read it or those that are wanted, could compute a value, or why they cannot."""
+    readers, written = other_readers(fuser, group, value)
+    readers = readers if wanted is None else [other for other in readers if any(other is w for w in wanted)]
+    found = Handed(value, group, readers, written)
     if not readers:
+        return found
+    found.why = why_not_by(fuser, found)
+    op, members = value.op, set(group.members)
+    assert op is not None
+    if issubclass(op.definition, RowNorm):
+        x = base(op.operands[0])
+        found.by_statistics = True
+        if getattr(op.definition, "normalised", None) is None or value is not op.results[0]:
+            found.why = found.why or "it does not follow from what was normalised and its statistics"
+        elif x.op in members and not leaves_kernel(x, members):
+            found.why = found.why or "what was normalised is not in memory"
+        elif written:
+            found.why = found.why or "it is written in any case"
+        leaves = {x}
+    else:
+        found.ops = makers(value, members)
+        if not found.ops:
+            found.why = found.why or "it is not made by a few cheap ops from what is in memory"
+        leaves = {base(v) for one in found.ops for v in one.operands if v.op not in found.ops}
+        leaves = {v for v in leaves if v.op is None or not is_source(v.op)}
+    found.prices = [0 if found.why else price(fuser, other, leaves) for other in readers]
+    return found
+
+
+def move(fuser: Fuser, handed: Handed) -> bool:
+    """Has the kernels that read a value compute it, if that saves bytes; says whether one does."""
+    if handed.why:
         return False
-    leaves = {base(v) for op in ops for v in op.operands if v.op not in ops}
-    leaves = {v for v in leaves if v.op is None or not is_source(v.op)}
-    size = value.type.bytes
-    prices = [price(fuser, other, leaves) for other in readers]
-    all_of_them = not written and sum(prices) < size * (len(readers) + 1)
-    if all_of_them and attempt(fuser, group, value, ops, readers):
+    size = handed.value.type.bytes
+    if (not handed.written and handed.bytes < 0) and not take(fuser, handed, handed.readers):
         return True
-    cheaper = [other for other, more in zip(readers, prices, strict=True) if more < size]
-    return any([attempt(fuser, group, value, ops, [other]) for other in cheaper])
+    if handed.by_statistics:
+        return False
+    cheaper = [other for other, more in zip(handed.readers, handed.prices, strict=True) if more < size]
+    return any([not take(fuser, handed, [other]) for other in cheaper])
+
+
+def take(fuser: Fuser, handed: Handed, readers: list[Group]) -> str:
+    """Has some readers compute a value, which is noted; why not, where they cannot."""
+    key = site(fuser, handed.value, readers)
+    how = normalise_again if handed.by_statistics else attempt
+    why = how(fuser, handed.group, handed.value, handed.ops, readers)
+    if why:
+        fuser.tried[key] = why
+    else:
+        fuser.fusion.again.append(key)
+    return why
+
+
+# ---- what a user asks ------------------------------------------------------------------------------------------------
+
+
+def replay(fuser: Fuser) -> None:
+    """Does what a recipe says, in its order, as far as it is about the ops that the fuser looks at."""
+    here = f"{fuser.function.attributes['sym_name']}/"
+    by_name, everywhere = {fuser.names[op]: op for op in fuser.nodes}, set(fuser.names.values())
+    for line in fuser.again.recipe:
+        producer, _, into = line.removeprefix(f"{NAME} ").partition(INTO)
+        if not producer.startswith(here):
+            continue
+        if not into:
+            raise InputError(f"{line!r} does not say who computes it: '{NAME} <producer>{INTO}<consumer>'")
+        for name in (producer, *into.split(" + ")):
+            if name not in everywhere:
+                raise InputError(f"{line!r} is not possible: the step has no op {name!r}{near(name, everywhere)}")
+        if producer not in by_name:
+            continue  # an op of another part of a long program
+        op = by_name[producer]
+        readers = [fuser.groups[by_name[name]] for name in into.split(" + ") if name in by_name]
+        handed = handed_by(fuser, fuser.groups[op], op.results[0], readers)
+        why = "not all of them read it" if len(handed.readers) < len(readers) else handed.why
+        why = why or take(fuser, handed, readers)
+        if why:
+            raise InputError(f"{line!r} is not possible: {why}")
+        fuser.fusion.asked.add(line)
+
+
+def take_forced(fuser: Fuser, groups: Sequence[Group]) -> None:
+    """Has kernels compute what they must; InputError where a pattern fits some of which none can be."""
+    for pattern in fuser.again.force:
+        reasons = {}
+        for handed in handed_on(fuser, groups):
+            key = site(fuser, handed.value, handed.readers)
+            if is_meant(key, pattern):
+                reasons[key] = handed.why or take(fuser, handed, handed.readers)
+        if not reasons:
+            continue
+        fuser.fusion.asked.add(pattern)
+        if all(reasons.values()):
+            key, why = next(iter(reasons.items()))
+            raise InputError(f"'{NAME} {key}' is not possible: {why}")
+
+
+def note(fuser: Fuser, groups: Sequence[Group]) -> None:
+    """What kernels still hand to each other of what a cheap op makes: how many bytes more would move if they computed
+    it, or why they cannot."""
+    for handed in handed_on(fuser, groups):
+        maker = handed.value.op
+        assert maker is not None
+        if maker.name not in RUN_AGAIN and not issubclass(maker.definition, RowNorm):
+            continue
+        key = site(fuser, handed.value, handed.readers)
+        fuser.fusion.handed[key] = handed.bytes, handed.why or fuser.tried.get(key, "")
+
+
+# ---- who reads, at what price ----------------------------------------------------------------------------------------
 
 
 def other_readers(fuser: Fuser, group: Group, value: Value) -> tuple[list[Group], bool]:
-    """The other kernels that read a value, none where they may not compute it; whether it is written in any case."""
+    """The other kernels that read a value; whether it is written in any case."""
     readers: dict[int, Group] = {}
     written = False
     for user in through_views(value):
@@ -79,10 +208,18 @@ def other_readers(fuser: Fuser, group: Group, value: Value) -> tuple[list[Group]
             written = True
         elif other is not group:
             readers[id(other)] = other
-    found, own = list(readers.values()), half(fuser, group)
-    if len(found) > READERS or any(half(fuser, o) != own or is_forbidden(fuser, value, o) for o in found):
-        return [], written
-    return found, written
+    return list(readers.values()), written
+
+
+def why_not_by(fuser: Fuser, handed: Handed) -> str:
+    """Why the readers of a value may not compute it, whatever makes it."""
+    pairs = any(is_forbidden(fuser, handed.value, other) for other in handed.readers)
+    if is_unwanted(fuser, site(fuser, handed.value, handed.readers)) or pairs:
+        return "it is forbidden"
+    if len(handed.readers) > READERS:
+        return f"{len(handed.readers)} kernels read it"
+    elsewhere = any(half(fuser, other) != half(fuser, handed.group) for other in handed.readers)
+    return "it is read in another part of the step" if elsewhere else ""
 
 
 def price(fuser: Fuser, reader: Group, leaves: Iterable[Value]) -> int:
@@ -91,26 +228,20 @@ def price(fuser: Fuser, reader: Group, leaves: Iterable[Value]) -> int:
     return sum(v.type.bytes for v in leaves if v not in has)
 
 
-def normalise_again(fuser: Fuser, group: Group, value: Value) -> bool:
-    """Has kernels compute a normalised value from what was normalised and its statistics, where that is in memory."""
+def normalise_again(fuser: Fuser, group: Group, value: Value, ops: set[Op], readers: list[Group]) -> str:
+    """Has kernels compute a normalised value from what was normalised and its statistics, or says why not."""
     op = value.op
-    assert op is not None
-    x, members = base(op.operands[0]), set(group.members)
-    rule = getattr(op.definition, "normalised", None)
-    if rule is None or value is not op.results[0] or (x.op in members and not leaves_kernel(x, members)):
-        return False
-    readers, written = other_readers(fuser, group, value)
-    if written or sum(price(fuser, other, [x]) for other in readers) >= value.type.bytes * (len(readers) + 1):
-        return False
+    assert op is not None and not ops
     formula = Block()
+    rule = getattr(op.definition, "normalised")  # noqa: B009  (not every op has one)
     made = rule(StepBuilder(formula, None, op.loc, op.phase), op, *op.results[1:])
-    ops = list(formula)
-    fuser.position.update((one, i) for i, one in enumerate(ops))
-    done = bool(readers) and attempt(fuser, group, value, set(ops), readers, made)
-    for one in reversed(ops):
+    new = list(formula)
+    fuser.position.update((one, i) for i, one in enumerate(new))
+    why = attempt(fuser, group, value, set(new), readers, made)
+    for one in reversed(new):
         del fuser.position[one]
         one.erase()
-    return done
+    return why
 
 
 def makers(value: Value, members: set[Op]) -> set[Op]:
@@ -189,8 +320,9 @@ class Change:
 
 def attempt(
     fuser: Fuser, group: Group, value: Value, ops: set[Op], readers: list[Group], instead: Value | None = None
-) -> bool:
-    """Gives each reader its own copy of the ops; takes everything back if one of the kernels could not be written.
+) -> str:
+    """Gives each reader its own copy of the ops. Takes everything back if one of the kernels could not be written, and
+    says why.
 
     instead: what the ops make, where that is not the value itself.
     """
@@ -201,14 +333,18 @@ def attempt(
     change.members.append((group, list(group.members)))
     unread = drop_unread(group)
     touched = [*readers, group] if group.members else readers
-    if any(fuser.bodies(piece_of(g.members, fuser.position)).why_not for g in touched):
+    reasons = (fuser.bodies(piece_of(g.members, fuser.position)).why_not for g in touched)
+    if why := next(filter(None, reasons), ""):
         change.undo(fuser)
-        return False
+        return why
+    group.gone += unread
+    if not group.members:  # a recipe has it all the same
+        readers[0].along += [group.gone, *group.along]
     for op in unread:
         for view in [u for r in op.results for u in r.uses]:
             erase_views(view)
         op.erase()
-    return True
+    return ""
 
 
 def copy_into(

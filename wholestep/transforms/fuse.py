@@ -22,6 +22,7 @@ from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
 from ..ir.types import I64, TensorType
 from .again import CHEAP, compute_again
+from .again_wishes import AgainWishes
 from .around import join_around
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
@@ -173,6 +174,9 @@ class Fusion:
     replayed: bool = False
     #: per refusal: bytes that move because of it
     gains: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: what is computed again, by whom; what could be: bytes that move more, and why it cannot be
+    again: list[str] = field(default_factory=list)
+    handed: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: per op: whose results it reads; and of those that are no part of any kernel, why
     reads: dict[str, list[str]] = field(default_factory=dict)
     apart: dict[str, str] = field(default_factory=dict)
@@ -203,11 +207,15 @@ class Fuser:
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.forbid = [p.removeprefix("fuse ") for p in forbid if p.startswith("fuse ")]
-        self.recipe, self.force = recipe, force
+        self.again = AgainWishes.among(recipe, force, forbid)
+        self.recipe = [line for line in recipe if line not in self.again.recipe]
+        self.force = [pattern for pattern in force if pattern not in self.again.force]
         self.runs_on_host, self.alone = runs_on_host, alone
         self.on_host = {self.block.arguments[i] for i in host}
         self.fusion = Fusion()
         self.single: dict[Op, str] = {}
+        #: what kernels were to compute again and cannot
+        self.tried: dict[str, str] = {}
 
     def run(self) -> Fusion:
         self.note_host()

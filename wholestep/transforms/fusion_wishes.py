@@ -1,12 +1,12 @@
 """What a user asks of fusion: the kernels of a recipe and no others, pairs that must be joined, pairs that must not.
 
 A recipe has a line per kernel, "fuse <site> + <site> + ..."; `force` and `forbid` name pairs, or patterns of them, as
-"fuse <consumer> <- <producer>". What cannot be done is an InputError that says why; so is what fits nothing.
+"fuse <consumer> <- <producer>". What cannot be done is an InputError that says why; so is what fits nothing. What is
+asked of computing again, which is decided with it, is in `again_wishes.py`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..ir.core import Op, Value
-from .opportunity import near
+from .again_wishes import NAME
+from .opportunity import fits, near
 from .regions import is_view, piece_of, readers_of
 from .tall_products import is_tall
 
@@ -28,7 +29,7 @@ PREFIX = "fuse "
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Lines and patterns that begin with "fuse "."""
+    """Lines and patterns that begin with "fuse ", or are about computing again."""
 
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
@@ -37,7 +38,7 @@ class Wishes:
     @classmethod
     def among(cls, recipe: Iterable[str], force: Iterable[str], forbid: Iterable[str]) -> Wishes:
         """Those of the options of a step that are about fusion."""
-        found = cls(*(tuple(k for k in keys if k.startswith(PREFIX)) for keys in (recipe, force, forbid)))
+        found = cls(*(tuple(filter(is_wish, keys)) for keys in (recipe, force, forbid)))
         if found.recipe and found.force:
             raise InputError(
                 f"recipe says which kernels there are: put the ops of {found.force[0]!r} into one line of it"
@@ -55,13 +56,13 @@ class Wishes:
                 raise InputError(f"{option} names {key!r}, which fits no fusion; step.opportunities() lists them")
 
 
-def fits(key: str, pattern: str) -> bool:
-    return key == pattern or fnmatch.fnmatchcase(key, pattern)
+def is_wish(key: str) -> bool:
+    return key.startswith(PREFIX) or key.partition(" ")[0] == NAME
 
 
 def not_fused(keys: Iterable[str]) -> list[str]:
     """Keys of an option that are not about fusion."""
-    return [k for k in keys if not k.startswith(PREFIX)]
+    return [k for k in keys if not is_wish(k)]
 
 
 # ---- a recipe --------------------------------------------------------------------------------------------------------

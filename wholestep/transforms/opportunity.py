@@ -263,8 +263,11 @@ def transform(
 
 def matches(opportunity: Opportunity, patterns: Sequence[str]) -> bool:
     """Whether a pattern names the opportunity: its key, or its transformation alone."""
-    names = (opportunity.key, opportunity.transformation)
-    return any(p in names or fnmatch.fnmatchcase(opportunity.key, p) for p in patterns)
+    return any(p == opportunity.transformation or fits(opportunity.key, p) for p in patterns)
+
+
+def fits(key: str, pattern: str) -> bool:
+    return key == pattern or fnmatch.fnmatchcase(key, pattern)
 
 
 def take(module: Op, names: Sequence[str], forbid: Sequence[str] = (), device: torch.device | None = None) -> list[str]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from wholestep.backends import cpp
+from wholestep.backends.cpp.nest import Options
+from wholestep.backends.generated import overwritable
 from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS
 from wholestep.ir.types import BF16, BOOL, F16, F32, F64, I32, I64, ScalarType, TensorType
 
@@ -427,3 +429,37 @@ def test_conditions_of_outer_loops_make_no_branches():
     case = CASES["pointwise pad channels last"]
     for candidate in cpp.candidates(case.function, case.specs):
         assert "either(" in candidate.source and "? get(" not in candidate.source
+
+
+def loss_and_gradient(reduction):
+    def body(b, x, target):
+        loss, logsumexp = b.cross_entropy(x, target, reduction=reduction, label_smoothing=0.1)
+        seed = b.full(1.0, loss.type.shape, x.type.element)
+        gradient = b.cross_entropy_grad(seed, x, target, logsumexp, reduction=reduction, label_smoothing=0.1)
+        return [gradient, loss]
+
+    return body
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("classes", [37, 9001])
+@pytest.mark.parametrize("element", [F32, BF16], ids=str)
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_gradient_over_its_logits(reduction, classes, element, side_by_side, tmp_path, monkeypatch):
+    """All structures read the target's logit before they write over it; rows lie one by one or side by side."""
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    target = torch.randint(0, classes, (30,))
+    target[4] = -100
+    strides = {i: (1, 30) for i in (0, 2)} if side_by_side else {}
+    case = step([T(30, classes, e=element), T(30, e=I64)], loss_and_gradient(reduction), strides, {1: target})
+    assert overwritable(case.function, case.specs[:2], case.specs[2:]) == [{0}, set()]
+    ways = [cpp.candidate(case.function, case.specs, Options(s)) for s in ("phases", "rows")]
+    ways += [c for c in cpp.candidates(case.function, case.specs) if c.name.startswith("lanes")]
+    assert len(ways) == 2 + (side_by_side and reduction == "none")
+    for way, kernel in zip(ways, cpp.build(ways).values(), strict=True):
+        scratch = [torch.full(s.shape, 255, dtype=s.dtype) for s in way.scratch]
+        (logits, wanted), (gradient, loss) = case.arguments()
+        kernel(logits, wanted, gradient, loss, *scratch)
+        again = torch.empty_like(loss)
+        kernel(logits, wanted, logits, again, *scratch)
+        assert torch.equal(logits, gradient) and torch.equal(again, loss), way.name

@@ -174,7 +174,7 @@ def test_a_gradient_over_its_logits(config, built):
     inputs = it.tensors()
     logits, target, loss, gradient = on_device(inputs)
     specs = it.specs(inputs)
-    assert overwritable(it.kernel, specs[:2], specs[2:], rows_first=True) == [set(), {0}]
+    assert overwritable(it.kernel, specs[:2], specs[2:]) == [set(), {0}]
     family = Family(it.kernel, specs)
     way = generate.candidates(it.kernel, specs)[0] if config is None else generate.candidate(family, config)
     launch = ready(built, way)

@@ -5,6 +5,8 @@ phases: each reduction is a walk over all points, by chunks whose results are co
 rows: all passes over one row come one after the other, while it is in the cache; sums over rows are gathered by chunks.
 lanes: the same for a block of rows that lie side by side in memory, one row per lane of a vector.
 Chunks do not depend on the number of threads, so neither do results.
+
+An element that is looked up once per row is read before the row is walked, so that results may be written over it.
 """
 
 from __future__ import annotations
@@ -106,12 +108,26 @@ class Code(Nests):
                 and 2 * self.walk.points(n.varies) <= self.walk.points(dims)
             ):
                 found.append(n)
-        for n in found:
+        self.keep(found)
+
+    def keep(self, numbers: Sequence[Number]) -> None:
+        """Numbers are computed now, each into an array of its own."""
+        for n in numbers:
             order = sorted(n.varies)
             self.memory(f"{n.name}_kept", c_type(n), self.walk.points(order))
             place = f"{n.name}_kept[{self.row_major(order)}]"
             self.everywhere(n.varies, [Aim(n, n.varies, place)])
             self.names[n] = place
+
+    def looked_up(self) -> list[Number]:
+        """What is read once per row of tensors that a result may be written over."""
+        walk, specs = self.walk, self.walk.specs
+        if not walk.along:
+            return []
+        written = {(s.dtype, s.bytes) for s in (specs[w.tensor] for w in walk.writings)}
+        once = [n for n in walk.numbers if n.kind == "load" and not n.varies & walk.row]
+        alike = [n for n in once if (specs[n.tensor].dtype, specs[n.tensor].bytes) in written]
+        return [n for n in alike if all(a.kind != "reduce" for a in self.behind(n))]
 
     def row_major(self, order: Sequence[int]) -> str:
         """The number of an element of an array over some dimensions."""
@@ -123,6 +139,7 @@ class Code(Nests):
     # ---- phases ------------------------------------------------------------------------------------------------------
 
     def phases(self) -> None:
+        self.keep(self.looked_up())
         level = self.walk.levels()
         groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Number]] = {}
         for n in self.walk.reductions:
@@ -324,6 +341,12 @@ class Code(Nests):
         block = None if lane is None else self.blocked(lane, LANE_ROWS)
         width = 1 if lane is None else min(size[lane], LANE_ROWS)
         kept_bytes = 0
+        first = self.looked_up()
+        if block is None:
+            for n in self.needed([Aim(n, n.varies) for n in first]):
+                self.compute(n)
+        else:
+            self.keep_in_lanes(first, block, width)
         for k, aims in enumerate(passes):
             added: list[Aim] = []
             for n, aim in [(aim.number, aim) for aim in aims if aim.how and aim.number in walk.along]:
@@ -344,7 +367,7 @@ class Code(Nests):
                     self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{walk.points(own)}];")
                     added.append(Aim(n, n.varies, f"{n.name}_kept[{self.row_major(own)}]"))
             else:
-                self.keep_in_lanes(aims, row, block, width)
+                self.keep_in_lanes(self.dear_in_lanes(aims, row, block), block, width)
             self.one_pass([*aims, *added], row, block)
             for aim in added:
                 self.names[aim.number] = aim.place
@@ -389,11 +412,15 @@ class Code(Nests):
                 found.append(n)
         return found
 
-    def keep_in_lanes(self, aims: Sequence[Aim], row: Sequence[int], block: Loop, width: int) -> None:
-        """Dear numbers that are the same along a row, once per lane."""
-        for n in self.needed(aims):
-            if is_dear(n) and block.dim in n.varies and not n.varies & frozenset(row):
-                self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{width}];")
-                place = f"{n.name}_kept[i{block.dim} - {block.low}]"
-                self.nest([block], [Aim(n, n.varies, place)])
-                self.names[n] = place
+    def dear_in_lanes(self, aims: Sequence[Aim], row: Sequence[int], block: Loop) -> list[Number]:
+        """Dear numbers that are the same along a row."""
+        same = [n for n in self.needed(aims) if block.dim in n.varies and not n.varies & frozenset(row)]
+        return [n for n in same if is_dear(n)]
+
+    def keep_in_lanes(self, numbers: Sequence[Number], block: Loop, width: int) -> None:
+        """Numbers that are the same along a row, computed now, once per lane."""
+        for n in numbers:
+            self.line(f"alignas(64) {c_type(n)} {n.name}_kept[{width}];")
+            place = f"{n.name}_kept[i{block.dim} - {block.low}]"
+            self.nest([block], [Aim(n, n.varies, place)])
+            self.names[n] = place

@@ -13,6 +13,7 @@ from ...ir.attributes import DialectAttribute
 from ...ir.core import Op, Value
 from ...ir.dialect import Attr, Dialect
 from ...ir.types import DialectType, TensorType
+from ..strides import runs
 
 move = Dialect("move", "Which bytes travel, when and where: buffers in memory, launches and copies on streams.")
 
@@ -107,21 +108,8 @@ def extent(type: TensorType, strides: tuple[int, ...] | None = None) -> int:
 
 
 def layout(type: TensorType, strides: tuple[int, ...] | None = None) -> Layout:
-    """(size, stride) per dimension, with dimensions of size one left out and neighbours without a gap merged.
-
-    Two tensors of one element size with equal layouts have their elements in the same places in the same order.
-    """
-    if strides is None:
-        return ((type.size, 1),)
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(type.shape, strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return tuple(merged) or ((1, 1),)
+    """Equal for two tensors of one element size whose elements are in the same places in the same order."""
+    return ((type.size, 1),) if strides is None else runs(type.shape, strides)
 
 
 def strides_problem(type: TensorType, strides: tuple[int, ...] | None, written: bool) -> str | None:

@@ -168,12 +168,15 @@ class CrossEntropy(ClassLoss):
         loss = b.neg(b.select(b.eq(mine, 0.0), 0.0, b.mul(picked, mine)))
         parts = [loss]
         if op.label_smoothing:
-            scaled = logp
+            # the sum of all log-probabilities, by a sum that need not wait for logsumexp
+            scaled, count = x, float(x.type.shape[dim])
             if op.weight is not None:
                 shape = [1] * x.type.rank
                 shape[dim] = x.type.shape[dim]
-                scaled = b.mul(logp, b.reshape_to(b.cast_to(op.weight, element), shape))
-            total = b.neg(b.sum(scaled, dims=(dim,)))
+                weight = b.cast_to(op.weight, element)
+                scaled, count = b.mul(x, b.reshape_to(weight, shape)), b.sum(weight, dims=(0,))
+            row = b.reshape_to(lse, op.logsumexp.type.shape)
+            total = b.sub(b.mul(row, count), b.sum(scaled, dims=(dim,)))
             parts.append(b.select(b.eq(op.target, op.ignore_index), 0.0, total))
         if op.reduction != "none":
             every = tuple(range(op.target.type.rank))
