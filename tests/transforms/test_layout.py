@@ -279,7 +279,7 @@ def test_training_gives_the_same_numbers(name: str, options: dict[str, Any]) -> 
         torch.manual_seed(0)
         model = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = ws.compile(model, loss_of(name), optimizer, batch(name), force=force, **options)
+        step = ws.compile(model, loss_of(name), optimizer, batch(name), force=force, tune=False, **options)
         losses.append([float(step(*batch(name, seed))) for seed in range(4)])
         weights.append([p.detach().clone() for p in model.parameters()])
         assert [key.partition(" ")[0] for key in step.recipe] == ["channels_last"] * bool(force)
@@ -295,7 +295,8 @@ def test_the_step_lays_out_its_batch_and_copies_by_itself() -> None:
     torch.manual_seed(0)
     model = resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), precision="bf16", force=FORCE)
+    options: dict[str, Any] = {"precision": "bf16", "force": FORCE, "tune": False}
+    step = ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), **options)
     step(*batch())
     plan = step.plan()
     images = [b for b in plan.buffers if b.argument >= 0 and b.type.rank == 4]
@@ -336,10 +337,11 @@ def test_recipes_and_forbid() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), **options)
 
-    step = compiled(force=FORCE)
-    assert step.recipe == ["channels_last step/0/forward/conv#0"]
-    again = compiled(recipe=step.recipe)
-    assert str(again.program()) == str(step.program())
+    for tune in (False, True):  # by the model, and by times that the second finds in the store
+        step = compiled(force=FORCE, tune=tune)
+        assert step.recipe == ["channels_last step/0/forward/conv#0"]
+        again = compiled(recipe=step.recipe, tune=tune)
+        assert str(again.program()) == str(step.program())
     assert compiled(forbid=FORCE).recipe == []
     with pytest.raises(InputError, match="channels_lost"):
         compiled(forbid=["channels_lost *"])

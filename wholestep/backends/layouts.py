@@ -66,8 +66,10 @@ class LayoutClock:
     #: seconds that may be spent
     patience: float = math.inf
     progress: Callable[[str, int, int], None] | None = None
-    #: seconds that were spent, and how many things were measured and not just looked up
+    #: seconds that were spent, those of them in which kernels of ours were built, which a plan may need anyway, and how
+    #: many things were measured and not just looked up
     seconds: float = 0.0
+    building: float = 0.0
     measured: int = 0
     #: True once a compile is over: nothing is timed any more
     closed: bool = False
@@ -156,7 +158,7 @@ class LayoutClock:
                 self.problems[words] = kept.about
             return None if kept.winner == MODEL else {t.name: t.seconds for t in kept.candidates}
         found, why = None, TIME_IS_UP
-        if self.seconds < self.patience:
+        if self.seconds - self.building < self.patience:
             found, why = self.attempt(measure)
         if found is None:
             self.problems[words] = why
@@ -189,7 +191,9 @@ class LayoutClock:
             best = min(best, self.time_region(product, best))
         other = self.time_region(rows, best)
         if other < best and self.choices is not None and self.choices.takes(op):
+            before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([last]))
+            self.building += self.choices.seconds["build"] - before
         return {ROWS: other, LAST: best}
 
     def time_region(self, region: Region, to_beat: float = math.inf) -> float:

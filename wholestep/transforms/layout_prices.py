@@ -1,8 +1,8 @@
 """What layouts cost: by the clock where a compile has one (`timed_by`), else by the model of `layout_rules.py`.
 
 All prices are bytes; a time is as many bytes as memory would move meanwhile. A clock is asked only where the answer
-hangs on it (`Decision.settle`): until then an op may be `SPAN` times what it takes at the machine's limits quicker row by
-row, or slower by that and twice what the model says, and a copy costs what its bytes do.
+hangs on it (`Decision.settle`): until then an op may be `SPAN` times what it takes at the machine's limits quicker row
+by row, or slower by that and twice what the model says, and a copy costs what its bytes do.
 """
 
 from __future__ import annotations
