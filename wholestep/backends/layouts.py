@@ -34,7 +34,8 @@ from .choose import Choices
 from .compare import first_line
 from .generated import region_of
 from .kernels import Spec
-from .providers import Aten, Generator, Region, neutral_inputs
+from .made_up import neutral_inputs
+from .providers import Aten, Generator, Region
 from .store import Choice, Store, Timed
 from .timing import make_room, on_cpu, on_gpu
 from .trial import empty
