@@ -14,8 +14,9 @@ import wholestep as ws
 from tests.runtime.runs import data
 from tests.transforms.test_layout import batch, program, resnet, window
 from wholestep.backends import layouts
+from wholestep.backends.choose import Choices
 from wholestep.backends.layouts import MODEL, TIME_IS_UP, LayoutClock, region_as_product, region_in
-from wholestep.backends.providers import Region, op_by_op
+from wholestep.backends.providers import Aten, Cpp, Region, op_by_op
 from wholestep.backends.store import Store
 from wholestep.ir.builtin import finish_function
 from wholestep.ir.core import Op
@@ -167,6 +168,12 @@ def test_depthwise_convolutions_are_not_timed_on_a_gpu() -> None:
     depthwise = convolution(kernel=(8, 1, 3, 3), groups=8)
     cuda = LayoutClock(torch.device("cuda"))
     assert cuda.leaves(depthwise) and not cuda.leaves(convolution()) and not LayoutClock(CPU).leaves(depthwise)
+
+
+def test_what_is_part_of_generated_kernels_is_not_timed_as_aten_runs_it() -> None:
+    generating = LayoutClock(CPU, choices=Choices(CPU, [Aten(), Cpp()]))
+    assert generating.leaves(pooling()) and not generating.leaves(convolution())
+    assert not LayoutClock(CPU, choices=Choices(CPU, [Aten()])).leaves(pooling())
 
 
 # ---- whole compiles --------------------------------------------------------------------------------------------------

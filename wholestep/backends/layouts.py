@@ -18,15 +18,17 @@ import torch
 from ..dialects.step import StepBuilder, torch_dtype
 from ..dialects.step.control import root_of
 from ..dialects.strides import row_major, strides_in
+from ..errors import WholestepError
 from ..ir.core import Op
 from ..ir.types import F32, TensorType
 from ..machine.describe import memory_bytes
 from ..machine.description import Description
 from ..transforms import pointwise_convolution  # noqa: F401  (it registers)
+from ..transforms.expand import has_expansion
 from ..transforms.layout import as_images
 from ..transforms.layout_prices import Move, Pair
 from ..transforms.layout_rules import channels_last, differ, is_convolution, is_depthwise
-from ..transforms.loops import NotLoops, lowered
+from ..transforms.loops import is_primitive
 from ..transforms.opportunity import take
 from ..transforms.regions import Piece, body_of
 from .about import about
@@ -67,10 +69,10 @@ class LayoutClock:
     #: seconds that may be spent
     patience: float = math.inf
     progress: Callable[[str, int, int], None] | None = None
-    #: seconds that were spent, those of them in which kernels of ours were built, which a plan may need anyway, and how
-    #: many things were measured and not just looked up
+    #: seconds that were spent, those of them that others need anyway (the first call, which loads libraries, and building
+    #: kernels of ours), and how many things were measured and not just looked up
     seconds: float = 0.0
-    building: float = 0.0
+    shared: float = 0.0
     measured: int = 0
     #: True once a compile is over: nothing is timed any more
     closed: bool = False
@@ -143,13 +145,8 @@ class LayoutClock:
         long, and what is no convolution and has a loop form is part of a generated kernel."""
         if is_convolution(op):
             return self.device.type == "cuda" and is_depthwise(op)
-        if self.choices is None or not any(isinstance(p, Generator) for p in self.choices.providers):
-            return False
-        try:
-            lowered(function_of(op))
-        except NotLoops:
-            return False
-        return True
+        generates = self.choices is not None and any(isinstance(p, Generator) for p in self.choices.providers)
+        return generates and (is_primitive(op) or has_expansion(op))
 
     def times_of(self, key: str, words: str, measure: Callable[[], Times]) -> Times | None:
         """What was measured before, or is now; None where that is not to be had."""
@@ -159,7 +156,7 @@ class LayoutClock:
                 self.problems[words] = kept.about
             return None if kept.winner == MODEL else {t.name: t.seconds for t in kept.candidates}
         found, why = None, TIME_IS_UP
-        if self.seconds - self.building < self.patience:
+        if self.seconds - self.shared < self.patience:
             found, why = self.attempt(measure)
         if found is None:
             self.problems[words] = why
@@ -176,12 +173,16 @@ class LayoutClock:
                 return measure(), ""
         except (torch.OutOfMemoryError, MemoryError):
             return None, "out of memory"
+        except WholestepError:  # a kernel of ours broke the device
+            raise
         except Exception as error:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             return None, f"it crashed: {first_line(error)}"
         finally:
-            self.seconds += time.perf_counter() - start
+            spent = time.perf_counter() - start
+            self.seconds += spent
+            self.shared = spent if self.measured == 1 else self.shared
 
     def time_op(self, op: Op, rows: Region) -> Times:
         """Seconds by the best way of each layout."""
@@ -194,7 +195,7 @@ class LayoutClock:
         if other < best and self.choices is not None and self.choices.takes(op):
             before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([last]))
-            self.building += self.choices.seconds["build"] - before
+            self.shared += self.choices.seconds["build"] - before
         return {ROWS: other, LAST: best}
 
     def time_region(self, region: Region, to_beat: float = math.inf) -> float:

@@ -183,7 +183,7 @@ class TrainStep:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         with self._lock:
             module, compiled = self.program(), self._compiled
-            with timed_by(compiled.layouts if compiled.layouts.verdicts else None):
+            with timed_by(compiled.layouts.looked_at()):
                 found = [*opportunities(module, device=compiled.device), *fusions.refused(compiled.planned)]
             return predicted(module, found, compiled.planned, machine_of(compiled.device))
 

@@ -112,6 +112,12 @@ class Timing:
     moved: dict[Move, float | None] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
+    def looked_at(self) -> Timing:
+        """The same for whoever asks afterwards, and changes nothing here; the model where nothing was decided."""
+        if not self.verdicts:
+            return Timing()
+        return replace(self, known=dict(self.known), moved=dict(self.moved), verdicts=dict(self.verdicts))
+
 
 _TIMING: ContextVar[Timing | None] = ContextVar("timing of layouts", default=None)
 
