@@ -240,7 +240,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
     policy = whatever(FIRST) if options.level and (fuses or device.type == "cuda") else do_nothing
-    layouts, clock_of_layouts = timing_of(step, program, device, policy is not do_nothing)
+    layouts, layout_clock = timing_of(step, program, device, policy is not do_nothing)
     with timed_by(layouts):
         recipe = transform(
             program.module,
@@ -262,10 +262,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
-    timed = 0.0
-    if clock_of_layouts is not None:
-        clock_of_layouts.close()
-        timed = clock_of_layouts.seconds
+    timed = 0.0 if layout_clock is None else layout_clock.close()
     attentions = attentions_of(step, program, device)
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
@@ -303,7 +300,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     }
     compiled = executable_of(step, program, plan, seconds, recipe, batch)
     compiled.budget, compiled.attentions, compiled.layouts = budget, attentions, layouts
-    compiled.untimed = {} if clock_of_layouts is None else clock_of_layouts.problems
+    compiled.untimed = {} if layout_clock is None else layout_clock.problems
     return compiled
 
 
@@ -356,8 +353,8 @@ def timing_of(
         return Timing(why_modelled="tune=False" if options.level else "level=0"), None
     if not (wanted or insist or options.policy) or not any(map(is_convolution, program.module.walk())):
         return Timing(), None
-    if any(FIRST in (meant(pattern) or [FIRST]) for pattern in options.forbid):
-        return Timing(why_modelled="it is forbidden"), None
+    if any(meant(pattern) == [FIRST] for pattern in options.forbid):
+        return Timing(why_modelled="forbid= names it"), None
     choices = choices_of(step, device)
     store = Store(fingerprint(device)) if choices is None or choices.store is None else choices.store
     patience = float("inf") if options.tune == "max" else PATIENCE.get(device.type, 0.0)

@@ -37,7 +37,7 @@ from .compare import first_line
 from .generated import region_of
 from .kernels import Spec
 from .made_up import neutral_inputs
-from .providers import Aten, Generator, Region
+from .providers import Aten, Generator, Provider, Region
 from .store import Choice, Store, Timed
 from .timing import make_room, on_cpu, on_gpu
 from .trial import empty
@@ -69,8 +69,8 @@ class LayoutClock:
     #: seconds that may be spent
     patience: float = math.inf
     progress: Callable[[str, int, int], None] | None = None
-    #: seconds that were spent, those of them that others need anyway (the first call, which loads libraries, and building
-    #: kernels of ours), and how many things were measured and not just looked up
+    #: seconds that were spent, those of them that others need anyway (the first call, which loads libraries, and
+    #: building our kernels), and how many things were measured and not just looked up
     seconds: float = 0.0
     shared: float = 0.0
     measured: int = 0
@@ -124,11 +124,12 @@ class LayoutClock:
         if self.progress is not None:
             self.progress("timing layouts", done, total)
 
-    def close(self) -> None:
-        """Nothing is timed any more; what operands took is the step's again."""
+    def close(self) -> float:
+        """Nothing is timed any more, and what operands took is the step's again; the seconds that were spent."""
         self.closed = True
         if self.device.type == "cuda" and self.measured:
             torch.cuda.empty_cache()
+        return self.seconds
 
     # ---- one of them -------------------------------------------------------------------------------------------------
 
@@ -136,9 +137,14 @@ class LayoutClock:
         """Seconds of an op in either layout."""
         if self.leaves(op):
             return None
-        rows = region_in(op, False, self.device)
-        found = self.times_of(f"layouts: {case} {mode(self.device)}", about(rows), lambda: self.time_op(op, rows))
+        rows, who = region_in(op, False, self.device), "+".join(p.name for p in self.others(op))
+        key = f"layouts: {case} {mode(self.device)} {who}"
+        found = self.times_of(key, about(rows), lambda: self.time_op(op, rows))
         return None if found is None else (found[ROWS], found[LAST])
+
+    def others(self, op: Op) -> list[Provider]:
+        """The providers, where somebody among them has kernels for an op."""
+        return self.choices.providers if self.choices is not None and self.choices.takes(op) else []
 
     def leaves(self, op: Op) -> bool:
         """Whether an op is not timed: cuDNN compiles a kernel for every size of a depthwise convolution, which takes
@@ -192,7 +198,7 @@ class LayoutClock:
         if product is not None:
             best = min(best, self.time_region(product, best))
         other = self.time_region(rows, best)
-        if other < best and self.choices is not None and self.choices.takes(op):
+        if other < best and self.choices is not None and self.others(op):
             before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([last]))
             self.shared += self.choices.seconds["build"] - before
