@@ -164,6 +164,24 @@ def test_a_pointwise_convolution_is_also_tried_as_a_product() -> None:
     torch.testing.assert_close(op_by_op(product)(x, w)[0], torch.conv2d(x, w), rtol=2e-2, atol=2e-2)
 
 
+def test_on_a_gpu_the_product_counts_where_the_convolution_would_lose() -> None:
+    class Gpu(Fake):
+        products = 0
+
+        def time_region(self, region: Region, to_beat: float = math.inf) -> float:
+            if any(op.name == "step.contract" for op in region.ops):
+                self.products += 1
+                return 0.5
+            return super().time_region(region, to_beat)
+
+    op = convolution(kernel=(4, 8, 1, 1), element=BF16)
+    clock = Gpu(torch.device("cuda"))
+    assert ask(clock, op) == [(3.0, 2.0)] and clock.products == 0
+    clock = Gpu(torch.device("cuda"))
+    clock.rows = 1.0
+    assert ask(clock, op) == [(1.0, 0.5)] and clock.products == 1
+
+
 def test_depthwise_convolutions_are_not_timed_on_a_gpu() -> None:
     depthwise = convolution(kernel=(8, 1, 3, 3), groups=8)
     cuda = LayoutClock(torch.device("cuda"))

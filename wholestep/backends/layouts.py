@@ -1,8 +1,8 @@
 """How long ops and copies take in either layout on this machine: the clock that `transforms/layout.py` decides by.
 
-An op is run alone, by ATen, on made-up tensors that lie row by row and on some with channels as neighbours; there also
-as the product that it becomes on a GPU, and by kernels of ours where ATen alone would have it row by row. Equal ops are
-timed once per machine: times are kept in the store. What cannot be timed is said, and modelled.
+An op is run alone, by ATen, on made-up tensors that lie row by row and on some with channels as neighbours. Where it
+is quicker row by row, it also runs with channels as neighbours as the product that it becomes on a GPU, and by kernels
+of ours. Equal ops are timed once per machine: times are kept in the store. What cannot be timed is said, and modelled.
 """
 
 from __future__ import annotations
@@ -191,13 +191,13 @@ class LayoutClock:
             self.shared = spent if self.measured == 1 else self.shared
 
     def time_op(self, op: Op, rows: Region) -> Times:
-        """Seconds by the best way of each layout."""
+        """Seconds by the best way of each layout: other ways than ATen's op only where that would lose."""
         last = region_in(op, True, self.device)
         best = self.time_region(last)
-        product = region_as_product(op, self.device) if self.device.type == "cuda" else None
+        other = self.time_region(rows, best)
+        product = region_as_product(op, self.device) if other < best and self.device.type == "cuda" else None
         if product is not None:
             best = min(best, self.time_region(product, best))
-        other = self.time_region(rows, best)
         if other < best and self.choices is not None and self.others(op):
             before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([last]))
