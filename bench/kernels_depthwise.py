@@ -34,7 +34,8 @@ from wholestep.backends import depthwise as provider  # noqa: E402
 from wholestep.backends.choose import empty, on_cpu, on_gpu  # noqa: E402
 from wholestep.backends.generated import region_of  # noqa: E402
 from wholestep.backends.kernels import Spec  # noqa: E402
-from wholestep.backends.providers import Region, Triton, neutral_inputs  # noqa: E402
+from wholestep.backends.made_up import neutral_inputs  # noqa: E402
+from wholestep.backends.providers import Region, Triton  # noqa: E402
 from wholestep.backends.triton import depthwise  # noqa: E402
 from wholestep.backends.triton.depthwise import Config  # noqa: E402
 from wholestep.dialects.step import StepBuilder, torch_dtype  # noqa: E402

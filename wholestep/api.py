@@ -15,8 +15,10 @@ from torch import nn
 from . import machine
 from .backends.attentions import Decision, choose_attentions
 from .backends.choose import Choices, choices_for
+from .backends.layouts import PATIENCE, LayoutClock
 from .backends.progress import Bar
 from .backends.providers import providers_for
+from .backends.store import Store, fingerprint
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
 from .capture.slots import Slot
@@ -63,7 +65,9 @@ from .transforms import (  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.layout import own_strides
-from .transforms.opportunity import do_nothing, policy_named, possible, take, transform, whatever
+from .transforms.layout_prices import Timing, timed_by
+from .transforms.layout_rules import is_convolution
+from .transforms.opportunity import do_nothing, meant, policy_named, possible, take, transform, whatever
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
@@ -150,8 +154,8 @@ def compile(
         PyTorch between), "triton" (generated for NVIDIA GPUs), "cpp" (generated for CPUs), "inductor" (PyTorch's
         compiler; only where it is named), or one that was registered.
         By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that default.
-    tune: times competing kernels on this machine, once: the results are kept (`wholestep cache`). "max" also tries
-        matrix products as one kernel with what comes before or after them, which takes long to build.
+    tune: times competing kernels and layouts on this machine, once: the results are kept (`wholestep cache`). "max"
+        also tries matrix products as one kernel with what comes before or after them, which takes long to build.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     policy: the name of a policy that was registered: it picks among what can still be done, up to `level`
@@ -245,24 +249,29 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
     policy = whatever(FIRST) if options.level and (fuses or device.type == "cuda") else do_nothing
-    recipe = transform(
-        program.module,
-        policy,
-        recipe=not_fused(options.recipe),
-        force=not_fused(options.force),
-        forbid=not_fused(options.forbid),
-        levels=range(1, options.level + 1),
-    )
+    layouts, layout_clock = timing_of(step, program, device, policy is not do_nothing)
+    with timed_by(layouts):
+        recipe = transform(
+            program.module,
+            policy,
+            recipe=not_fused(options.recipe),
+            force=not_fused(options.force),
+            forbid=not_fused(options.forbid),
+            levels=range(1, options.level + 1),
+        )
     suited = [d for d in DEFAULTS if not options.recipe and d.suits(options.level, device.type, fuses)]
     later = [d.name for d in suited if d.budgeted and options.memory_budget is not None]
     now = [d.name for d in suited if d.name not in later]
     recipe += take(program.module, now, not_fused(options.forbid), device)
     if options.policy is not None:
         levels, forbid = range(1, options.level + 1), not_fused(options.forbid)
-        recipe += transform(program.module, policy_named(options.policy), forbid=forbid, levels=levels, device=device)
+        with timed_by(layouts):
+            chosen = policy_named(options.policy)
+            recipe += transform(program.module, chosen, forbid=forbid, levels=levels, device=device)
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         recipe += kept.cut(program.module, not_fused(options.forbid))
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
+    timed = 0.0 if layout_clock is None else layout_clock.close()
     attentions = attentions_of(step, program, device)
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
@@ -296,11 +305,13 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     seconds = {
         "capture": captured_at - start,
         "autodiff + update": built_at - captured_at,
-        "passes": optimised_at - built_at,
+        "passes": optimised_at - built_at - timed,
+        **({"time layouts": timed} if timed else {}),
         "verify": clock() - optimised_at,
     }
     compiled = executable_of(step, program, plan, seconds, recipe, batch)
-    compiled.budget, compiled.attentions = budget, attentions
+    compiled.budget, compiled.attentions, compiled.layouts = budget, attentions, layouts
+    compiled.untimed = {} if layout_clock is None else layout_clock.problems
     return compiled
 
 
@@ -341,6 +352,25 @@ def attentions_of(step: TrainStep, program: Program, device: torch.device) -> li
     options, choices = step.options, choices_of(step, device)
     tune, lean = bool(options.tune) and options.level > 0, options.memory_budget is not None
     return choose_attentions(program.module, device, tune, lean, None if choices is None else choices.store)
+
+
+def timing_of(
+    step: TrainStep, program: Program, device: torch.device, wanted: bool
+) -> tuple[Timing, LayoutClock | None]:
+    """What layouts are decided by: measured times, unless nothing may be measured or nobody asks for layouts."""
+    options = step.options
+    insist = any(FIRST in (meant(pattern) or [FIRST]) for pattern in (*options.recipe, *options.force))
+    if not options.tune or not options.level:
+        return Timing(why_modelled="tune=False" if options.level else "level=0"), None
+    if not (wanted or insist or options.policy) or not any(map(is_convolution, program.module.walk())):
+        return Timing(), None
+    if any(meant(pattern) == [FIRST] for pattern in options.forbid):
+        return Timing(why_modelled="forbid= names it"), None
+    choices = choices_of(step, device)
+    store = Store(fingerprint(device)) if choices is None or choices.store is None else choices.store
+    patience = float("inf") if options.tune == "max" else PATIENCE.get(device.type, 0.0)
+    clock = LayoutClock(device, store, choices, machine_of(device), patience, Bar())
+    return Timing(clock, insist), clock
 
 
 def choices_of(step: TrainStep, device: torch.device) -> Choices | None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.backends import compare, providers
+from wholestep.backends import compare, made_up
 from wholestep.backends.choose import Choices
 from wholestep.backends.compare import Exact, difference, in_f32
 from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Spec
+from wholestep.backends.made_up import neutral_inputs
 from wholestep.backends.providers import (
     Aten,
     Launcher,
@@ -24,7 +25,6 @@ from wholestep.backends.providers import (
     Provider,
     Region,
     copying,
-    neutral_inputs,
     op_by_op,
 )
 from wholestep.dialects.step import StepBuilder, tensor_type
@@ -264,8 +264,45 @@ def test_what_is_near_at_first_sight_is_finite_and_near_everywhere(dtype: torch.
 
 
 def test_numbers_are_drawn_once_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "DRAWN", 5)
+    monkeypatch.setattr(made_up, "DRAWN", 5)
     for positive in (False, True):
         for operand in neutral_inputs(region(lambda b, x: [b.tanh(x)], (7, 9), dtype=torch.float32), positive):
             flat = operand.view(-1)
             assert len(set(flat[:5].tolist())) == 5 and torch.equal(flat, flat[:5].repeat(13)[:63])
+
+
+CHANNELS = 96
+
+
+def statistics(b: StepBuilder, x: Any, *vectors: Any) -> list[Any]:
+    """1 / deviation of a normalised image behind a relu6, from sums around a number of each channel."""
+    mean, rstd, scale, shift, around = (b.reshape(v, shape=(CHANNELS, 1, 1)) for v in vectors)
+    y = b.add(b.mul(b.mul(b.sub(x, mean), rstd), scale), shift)
+    off = b.sub(b.minimum(b.maximum(y, 0.0), 6.0), around)
+    first, second = (b.mean(v, dims=(0, 2, 3)) for v in (off, b.mul(off, off)))
+    return [b.rsqrt(b.add(b.maximum(b.sub(second, b.mul(first, first)), 0.0), 1e-5))]
+
+
+def one_after_the_other(x: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+    """The same with sums that add one number after the other in f32, as a thread does."""
+    mean, rstd, scale, shift, around = (v.view(-1, 1, 1) for v in vectors)
+    off = ((x - mean) * rstd * scale + shift).clamp(0.0, 6.0) - around
+    rows = [v.transpose(0, 1).reshape(CHANNELS, -1).numpy() for v in (off, off * off)]
+    first, second = (torch.from_numpy(v.cumsum(1, dtype="float32")[:, -1] / v.shape[1]) for v in rows)
+    return (second - first * first).clamp_min(0.0).add(1e-5).rsqrt()
+
+
+def test_made_up_channels_are_not_all_one_number() -> None:
+    """Of one that is, the deviation is rounding alone: kernels were taken for wrong that are right."""
+    shapes = [(8, CHANNELS, 28, 28)] + [(CHANNELS,)] * 5
+    inputs = neutral_inputs(region(statistics, *shapes, dtype=torch.float32), False)
+    (wanted,) = op_by_op(region(statistics, *shapes, dtype=torch.float32))(*inputs)
+    assert float(wanted.max()) < 100 and difference([one_after_the_other(*inputs)], [wanted], True) == ""
+    for vector in inputs[1:]:
+        assert float(vector.abs().min()) >= 0.9 and float(vector.abs().max()) <= 1.1
+        assert 0.2 < float((vector > 0).float().mean()) < 0.8
+    generator = torch.Generator().manual_seed(1)  # numbers as those of images are: some channels are cut off
+    (wanted,) = op_by_op(region(statistics, *shapes, dtype=torch.float32))(
+        inputs[0], *(normal := [torch.randn(CHANNELS, generator=generator) for _ in inputs[1:]])
+    )
+    assert "is off by up to" in difference([one_after_the_other(inputs[0], *normal)], [wanted], True)

@@ -20,7 +20,8 @@ from wholestep.backends import depthwise
 from wholestep.backends.choose import empty
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, Triton, neutral_inputs, op_by_op, register_provider
+from wholestep.backends.made_up import neutral_inputs
+from wholestep.backends.providers import Region, Triton, op_by_op, register_provider
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.strides import row_major
 from wholestep.ir.builtin import add_function, finish_function, module

@@ -17,7 +17,7 @@ from tests.plan.networks import Case
 from tests.plan.simulate import simulate
 from tests.runtime.runs import data
 from wholestep.dialects.step import StepBuilder
-from wholestep.dialects.strides import row_major, same_places
+from wholestep.dialects.strides import row_major, same_places, strides_in
 from wholestep.errors import InputError
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op, Value
@@ -25,9 +25,10 @@ from wholestep.ir.types import BF16, F32, F64, I64, ScalarType, TensorType
 from wholestep.ir.verify import verify
 from wholestep.plan import Plan, plan_function
 from wholestep.runtime.executor import Executable
-from wholestep.transforms import layout
+from wholestep.transforms import layout_rules
 from wholestep.transforms.flow import Network
-from wholestep.transforms.layout import SINK, SOURCE, ChannelsLast, Preference, channels_last, own_strides, strides_in
+from wholestep.transforms.layout import SINK, SOURCE, ChannelsLast, own_strides
+from wholestep.transforms.layout_rules import Preference, channels_last
 from wholestep.transforms.opportunity import Opportunity, transform
 
 FORCE = ["channels_last *"]
@@ -184,9 +185,9 @@ def rows_read_by_convolutions(plan: Plan) -> list[str]:
         if launch.name.startswith("step.conv"):
             for buffer in (plan.buffers[n] for n in launch.reads):
                 shape = buffer.type.shape
-                if len(shape) < 3 or not layout.differ(shape, tuple(range(len(shape))), channels_last(len(shape))):
-                    continue
                 order = channels_last(len(shape))
+                if len(shape) < 3 or not layout_rules.differ(shape, tuple(range(len(shape))), order):
+                    continue
                 if sorted(range(len(shape)), key=lambda d, s=buffer.strides: -s[d]) != list(order):
                     found.append(f"{launch.name} {launch.layer} {shape} {buffer.strides}")
     return found
@@ -278,7 +279,7 @@ def test_training_gives_the_same_numbers(name: str, options: dict[str, Any]) -> 
         torch.manual_seed(0)
         model = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = ws.compile(model, loss_of(name), optimizer, batch(name), force=force, **options)
+        step = ws.compile(model, loss_of(name), optimizer, batch(name), force=force, tune=False, **options)
         losses.append([float(step(*batch(name, seed))) for seed in range(4)])
         weights.append([p.detach().clone() for p in model.parameters()])
         assert [key.partition(" ")[0] for key in step.recipe] == ["channels_last"] * bool(force)
@@ -294,7 +295,8 @@ def test_the_step_lays_out_its_batch_and_copies_by_itself() -> None:
     torch.manual_seed(0)
     model = resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), precision="bf16", force=FORCE)
+    options: dict[str, Any] = {"precision": "bf16", "force": FORCE, "tune": False}
+    step = ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), **options)
     step(*batch())
     plan = step.plan()
     images = [b for b in plan.buffers if b.argument >= 0 and b.type.rank == 4]
@@ -335,10 +337,11 @@ def test_recipes_and_forbid() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return ws.compile(model, nn.functional.cross_entropy, optimizer, batch(), **options)
 
-    step = compiled(force=FORCE)
-    assert step.recipe == ["channels_last step/0/forward/conv#0"]
-    again = compiled(recipe=step.recipe)
-    assert str(again.program()) == str(step.program())
+    for tune in (False, True):  # by the model, and by times that the second finds in the store
+        step = compiled(force=FORCE, tune=tune)
+        assert step.recipe == ["channels_last step/0/forward/conv#0"]
+        again = compiled(recipe=step.recipe, tune=tune)
+        assert str(again.program()) == str(step.program())
     assert compiled(forbid=FORCE).recipe == []
     with pytest.raises(InputError, match="channels_lost"):
         compiled(forbid=["channels_lost *"])
@@ -468,7 +471,7 @@ KEEPING: dict[str, tuple[list[tuple[tuple[int, ...], ScalarType]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(layout.FOLLOW | layout.FOLLOW_WIDE | layout.FOLLOW_IMAGES))
+@pytest.mark.parametrize("name", sorted(layout_rules.FOLLOW | layout_rules.FOLLOW_WIDE | layout_rules.FOLLOW_IMAGES))
 def test_ops_write_as_they_read(name: str) -> None:
     """The table of ops that keep the layout is what PyTorch's kernels do."""
     arguments, build = KEEPING[name.removeprefix("step.")]

@@ -29,19 +29,17 @@ from ..errors import WholestepError
 from ..machine.describe import memory_bytes
 from ..machine.description import find_description
 from ..transforms.regions import form_of
-from . import compare
 from .about import about
 from .compare import first_line
 from .convolutions import starts_slowly
 from .crashes import BROKEN, collect, note_name, watched
+from .made_up import looks_up_what_it_computes, neutral_inputs
 from .providers import (
     Generator,
     Launcher,
     Offer,
     Provider,
     Region,
-    looks_up_what_it_computes,
-    neutral_inputs,
     op_by_op,
     version_of,
 )
@@ -381,7 +379,7 @@ class Choices:
 
     @cached_property
     def comparison(self) -> str:
-        return version_of([Path(compare.__file__)])
+        return version_of([Path(__file__).with_name(f"{name}.py") for name in ("compare", "made_up", "trial")])
 
     def store_key(self, region: str) -> str:
         return f"{region} {'+'.join(p.name for p in self.contenders)}" + (" lean" if self.lean else "")

@@ -15,6 +15,7 @@ from ..plan.planner import Planned
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.layout import own_strides
+from ..transforms.layout_prices import Timing
 from .counters import Counters
 from .executor import Executable
 from .static import StaticStep
@@ -71,6 +72,9 @@ class Compiled:
         self.budget: BudgetReport | None = None
         #: which kernel runs each attention, and why
         self.attentions: list[Decision] = []
+        #: how images were laid out and by what, and what could not be timed for that, with the reason
+        self.layouts = Timing()
+        self.untimed: dict[str, str] = {}
         self.counters: Counters | None = None
         #: what does a step again by one call, once it has run as a graph; else the graph that it cannot do, and why not
         self.again: Replay | None = None

@@ -40,7 +40,8 @@ def predicted(
             continue
         how, op, count = known.get(opportunity.transformation), at.get(site), times.get(site.partition("/")[0], 1)
         own = moved.get(site, change.bytes) if how is not None and how.runs_again else change.bytes
-        change = replace(change, bytes=count * own, flops=count * change.flops)
+        said = None if change.seconds is None else count * change.seconds
+        change = replace(change, bytes=count * own, flops=count * change.flops, seconds=said)
         out.append(replace(opportunity, change=replace(change, seconds=seconds_of(change, how, op, machine))))
     return out
 

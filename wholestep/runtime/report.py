@@ -69,6 +69,8 @@ class Report:
     kernels: KernelsReport | None = None
     #: which kernel runs each attention, and why
     attention: list[Decision] = field(default_factory=list)
+    #: how images were laid out, by what that was decided, and what could not be timed for it
+    layouts: list[str] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -109,6 +111,7 @@ class Report:
         lines += self._execution_lines()
         lines += [] if self.kernels is None else self.kernels.lines()
         lines += report_lines(self.attention)
+        lines += ["layouts", *(f"  {line}" for line in self.layouts)] if self.layouts else []
         lines += self._precision_lines()
         if self.verified:
             lines.append("the first step was run in eager PyTorch too and agreed")
@@ -272,6 +275,7 @@ def report_of(step: Any, eager: bool = True) -> Report:
         movement=movement,
         kernels=kernels_report(movement, step.choices if compiled.static is not None else None),
         attention=list(compiled.attentions),
+        layouts=layout_lines(compiled),
         title=type(step.model).__name__,
         recipe=step.recipe,
         budget=step.budget,
@@ -279,6 +283,16 @@ def report_of(step: Any, eager: bool = True) -> Report:
         skipped=None if skipped is None else int(skipped),
         loss_scale=None if scale is None else float(scale),
     )
+
+
+def layout_lines(compiled: Any) -> list[str]:
+    """What was decided about layouts, function by function, and what could not be timed, by its reason."""
+    lines = [str(verdict) for verdict in compiled.layouts.verdicts.values()]
+    reasons: dict[str, list[str]] = {}
+    for what, why in compiled.untimed.items() if lines else ():
+        reasons.setdefault(why, []).append(what)
+    more = {why: f" and {len(what) - 1} others" if len(what) > 1 else "" for why, what in reasons.items()}
+    return lines + [f"not timed, and modelled: {what[0]}{more[why]}: {why}" for why, what in reasons.items()]
 
 
 def execution_of(compiled: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ..plan import Plan, plan_function
 from ..torch_private import foreach_copy, mark_optimizer_called, profiled
 from ..training.build import sizes
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.layout_prices import timed_by
 from ..transforms.opportunity import Opportunity, opportunities, sites
 from . import fusions, own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, form_of, shape_message, signature
@@ -182,7 +183,8 @@ class TrainStep:
         """What could still be done to the program, with the change each is predicted to bring, or why it cannot."""
         with self._lock:
             module, compiled = self.program(), self._compiled
-            found = [*opportunities(module, device=compiled.device), *fusions.refused(compiled.planned)]
+            with timed_by(compiled.layouts.looked_at()):
+                found = [*opportunities(module, device=compiled.device), *fusions.refused(compiled.planned)]
             return predicted(module, found, compiled.planned, machine_of(compiled.device))
 
     def why_not(self, a: str, b: str) -> str:

@@ -19,7 +19,7 @@ from ..dialects.step.shape import Pad, Slice
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from . import bias_apart, positions  # noqa: F401  (they register)
-from .layout import channels_last, is_wide
+from .layout_rules import channels_last, is_wide
 from .opportunity import Change, Place, Transformation, register_transformation
 from .pointwise_convolution import lie_channels_last, taps
 

@@ -1,42 +1,50 @@
 """`channels_last`: decides how every image, volume and sequence lies in memory, forward and backward together.
 
 Each value has one of two labels: row by row, or with channels as neighbours. Kernels write as they read, a convolution
-that is not given channels-last converts its tensors by itself, and a change of layout between two ops is a copy. The
-cheapest labels are a minimum cut, which is exact; `step.layout` stands where they change. Libraries convolve sequences
-with channels as neighbours only as images of one row, so that is what those become.
+that is not given channels-last converts its tensors by itself, and a change of layout between two ops is a copy. What
+either costs is measured where a compile has a clock, else modelled (`layout_prices.py`). The cheapest labels are a
+minimum cut, which is exact; `step.layout` stands where they change. Libraries convolve sequences with channels as
+neighbours only as images of one row, so that is what those become.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..dialects.step import StepBuilder
-from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.step.layout import Layout, inverse
-from ..dialects.step.optimizers import OptimizerUpdate
 from ..dialects.step.reductions import Reduction
-from ..dialects.strides import Strides, reshaped, same_places, strides_in
+from ..dialects.strides import Strides, reshaped, strides_in
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .flow import UNBOUNDED, Network
+from .layout_prices import Costed, Move, Prices, Verdict, case_of, is_whole_copy, timing_now
+from .layout_rules import (
+    FOLLOW_AS_LOOPS,
+    FOLLOW_IMAGES,
+    FOLLOW_WIDE,
+    Order,
+    Preference,
+    channels_last,
+    conversion,
+    differ,
+    follows,
+    is_convolution,
+    is_wide,
+    repeats_images,
+)
 from .opportunity import Change, Place, Transformation, register_transformation
 
-Order = tuple[int, ...]
 ROWS, LAST = 0, 1
 #: nodes of the network: what is cut off from the source lies row by row
 SOURCE, SINK = 0, 1
-#: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images, the
-#: fourth as loops, which is how GPUs run them
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
-FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad"})
-FOLLOW_IMAGES = frozenset(
-    f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")
-)
-FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})
 #: ops that, as convolutions, keep the layout of sequences only if these are images of one row
 AS_IMAGES = frozenset({"step.batch_norm", "step.batch_norm_grad"})
+#: ops beside convolutions that libraries have other kernels for where images lie otherwise: their time is asked for
+OTHER_KERNELS = AS_IMAGES | FOLLOW_WIDE | FOLLOW_IMAGES | {"step.opaque"}
+#: of ops whose times the answer hangs on, the heaviest so large a share is timed at once
+AT_ONCE = 0.5
 #: the window of a convolution along that row
 ROW = {"stride": 1, "padding": 0, "padding_after": 0, "dilation": 1, "output_padding": 0}
 #: ops that read any layout and write row by row, beside reductions
@@ -45,55 +53,41 @@ ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "ste
 OWN = ("batch", "copy")
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """What a convolution costs more without channels-last, as a share of copying all its tensors once.
-
-    1 is what a library pays that converts them by itself, as cuDNN does for its tensor-core kernels; our kernels for
-    depthwise convolutions take channels-last alone (those of sequences run as well without). `launch` is what one more
-    kernel costs beside its bytes, in bytes: by default 1.1 us (a kernel of a CUDA graph) at 4.2 TB/s, as
-    machine/h200.json has them.
-    """
-
-    convolution: float = 1.0
-    depthwise: float = 1.0
-    elements: tuple[str, ...] = ("bf16", "f16", "f32")
-    launch: int = 4_600_000
-
-    def share(self, op: Op) -> float:
-        if op.operands[0].type.element.text not in self.elements:
-            return 0.0
-        if is_depthwise(op):
-            return self.depthwise if is_wide(op) else 0.0
-        return self.convolution
-
-    def copy(self, value: Value) -> int:
-        """The cost of a copy in another layout; nothing where that copy runs anyway."""
-        moved = conversion(value)
-        return moved + self.launch if moved else 0
-
-
 @register_transformation
 class ChannelsLast(Transformation):
-    """Level 3: one decision for a whole function. Its site is the first convolution that gets channels-last."""
+    """Level 3: one decision for a whole function. Its site is the first convolution, whatever that gets: a recipe holds
+    on machines with other times as well."""
 
     name = "channels_last"
     level = 3
     preference: ClassVar[Preference] = Preference()
 
     def places(self, function: Op) -> Iterator[Place]:
-        ops = list(function.regions[0].block)
+        ops, known = list(function.regions[0].block), timing_now().verdicts
         convolutions = [op for op in ops if is_convolution(op)]
-        if not convolutions or any(op.definition is Layout for op in ops):
+        if not convolutions:
             return
-        decision = Decision(around(function), function, self.preference)
-        taken = [op for op in convolutions if decision.label(op) == LAST]
-        change = Change(bytes=decision.moved(decision.side) - decision.moved([False] * len(decision.side)))
-        yield (taken or convolutions)[0], change if taken else decision.why_not()
+        if any(op.definition is Layout for op in ops):
+            if function.attributes["sym_name"] in known:
+                yield convolutions[0], f"done: {known[function.attributes['sym_name']]}"
+            return
+        decision = self.decision(function)
+        known[function.attributes["sym_name"]] = decision.verdict
+        yield convolutions[0], decision.change() if decision.verdict.last else decision.why_not()
+
+    def decision(self, function: Op) -> Decision:
+        """By the clock, if there is one; by the model where that sees no use for what was asked for by name."""
+        timing, module = timing_now(), around(function)
+        if timing.clock is None:
+            return Decision(module, function, Prices(self.preference), f"modelled bytes: {timing.why_modelled}")
+        decision = Decision(module, function, Prices(self.preference, timing), "measured times")
+        if timing.insist and not decision.verdict.last:
+            by = "modelled bytes: it was asked for, and measured times see no use for it"
+            return Decision(module, function, Prices(self.preference), by)
+        return decision
 
     def apply(self, op: Op) -> None:
-        function = around(op)
-        Decision(around(function), function, self.preference).write()
+        self.decision(around(op)).write()
 
 
 def around(op: Op) -> Op:
@@ -102,58 +96,14 @@ def around(op: Op) -> Op:
     return op.parent.parent.parent
 
 
-def channels_last(rank: int) -> Order:
-    return (0, *range(2, rank), 1)
-
-
-def differ(shape: Sequence[int], one: Order, other: Order) -> bool:
-    """Whether two orders put elements at different places: one channel, or one pixel, lies the same in both."""
-    return 0 not in shape and not same_places(shape, strides_in(shape, one), strides_in(shape, other))
-
-
-def is_convolution(op: Op) -> bool:
-    """A convolution, or a gradient of one."""
-    return issubclass(op.definition, ConvolutionLike)
-
-
-def is_wide(op: Op) -> bool:
-    """A convolution of images or volumes, or a gradient of one."""
-    return is_convolution(op) and len(op.stride) >= 2
-
-
-def is_depthwise(op: Op) -> bool:
-    shape = op.weight_shape if "weight_shape" in op.attributes else op.w.type.shape
-    return op.groups > 1 and shape[1] == 1 and op.groups == shape[0]
-
-
-def repeats_images(op: Op) -> bool:
-    """Whether what a broadcast repeats has both channels and pixels."""
-    shape, rank = op.operands[0].type.shape, op.result.type.rank
-    rows = tuple(range(rank))
-    return rank in (3, 4, 5) and differ((1,) * (rank - len(shape)) + shape, rows, channels_last(rank))
-
-
-def follows(op: Op, rank: int) -> bool:
-    """Whether the op writes in the layout that it reads, where all it reads lie alike."""
-    definition, name = op.definition, op.name
-    if name == "step.opaque":
-        return rank == 4 and str(op.attributes.get("target", "")).startswith("aten.upsample_")
-    return (
-        getattr(definition, "pointwise", False)
-        or issubclass(definition, OptimizerUpdate | ConvolutionLike)
-        or name in FOLLOW
-        or name in FOLLOW_AS_LOOPS
-        or (name in FOLLOW_WIDE and rank >= 4)
-        or (name in FOLLOW_IMAGES and rank == 4)
-    )
-
-
 class Decision:
     """The labels of one function. A node is an op or an argument; views are where their memory is from."""
 
-    def __init__(self, module: Op, function: Op, preference: Preference):
+    def __init__(self, module: Op, function: Op, prices: Prices, by: str):
         self.function = function
-        self.network = Network(2)
+        self.nodes = 2
+        #: nodes whose label is given
+        self.pinned: list[tuple[int, int]] = []
         self.node: dict[Value, int] = {}
         #: how a value lies under either label; only values for which that makes a difference are here
         self.orders: dict[Value, tuple[Order, Order]] = {}
@@ -162,19 +112,22 @@ class Decision:
         #: values that reach a node by other ways than images do: they are laid out where it gets channels-last
         self.strangers: list[tuple[Op, Value, int]] = []
         self.of_op: dict[Op, int] = {}
-        self.penalties: list[tuple[int, float, list[Value]]] = []  # node, share of copies of these if row by row
+        self.costed: list[Costed] = []
         self.own: list[Value] = []
         self.settled: list[tuple[Value, Value]] = []  # new value, the argument it replaces
-        self.preference = preference
+        self.prices = prices
         sequences = any(is_convolution(op) and not is_wide(op) for op in function.regions[0].block)
         #: what may be a batch of sequences, images or volumes
         self.ranks = (3, 4, 5) if sequences else (4, 5)
         self.walk(module)
-        self.connect()
-        self.network.push(SOURCE, SINK)
-        self.side = self.network.after_source(SOURCE)
+        self.side = self.settle()
+        self.verdict = self.judged(by)
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
+
+    def new_node(self) -> int:
+        self.nodes += 1
+        return self.nodes - 1
 
     def walk(self, module: Op) -> None:
         block = self.function.regions[0].block
@@ -183,7 +136,7 @@ class Decision:
         called = any(op.attributes.get("callee") == name for f in functions(module) for op in f.regions[0].block)
         for argument, words in zip(block.arguments, described, strict=True):
             own = words.get("step.kind") in OWN and not called
-            if self.enter(argument, self.network.node(), None, pin=not own) and own:
+            if self.enter(argument, self.new_node(), None, pin=not own) and own:
                 self.own.append(argument)
         for op in block:
             if op.definition.terminator:
@@ -206,10 +159,7 @@ class Decision:
         return True
 
     def pin(self, node: int, value: Value) -> None:
-        if self.rows_label(value) == LAST:
-            self.network.add(SOURCE, node, UNBOUNDED)
-        else:
-            self.network.add(node, SINK, UNBOUNDED)
+        self.pinned.append((node, LAST if self.rows_label(value) == LAST else ROWS))
 
     def rows_label(self, value: Value) -> int | None:
         """The label under which a value lies row by row; None where neither is."""
@@ -229,7 +179,7 @@ class Decision:
             return
         if name in ROWS_FROM_ANY or issubclass(op.definition, Reduction) or not op.operands:
             for result in op.results:
-                self.enter(result, self.network.node(), None, pin=True)
+                self.enter(result, self.new_node(), None, pin=True)
             return
         orders = next((self.orders[v] for v in decided), None)
         if decided and orders is not None and follows(op, len(orders[0])) and self.fits(op, orders):
@@ -243,13 +193,13 @@ class Decision:
             rank = result.type.rank
             same = next((o for v in decided if len(o := self.orders[v]) and len(o[0]) == rank), None)
             kept = same if same is not None and name != "step.reshape" and tuple(range(rank)) in same else None
-            self.enter(result, self.network.node(), kept, pin=True)
+            self.enter(result, self.new_node(), kept, pin=True)
 
     def show(self, op: Op) -> None:
         """A view of all or some of a value's memory."""
         x = op.operands[0]
         if x not in self.node:
-            self.enter(op.result, self.network.node(), None, pin=True)
+            self.enter(op.result, self.new_node(), None, pin=True)
             return
         orders = self.orders[x]
         if op.name == "step.transpose":
@@ -267,7 +217,7 @@ class Decision:
         return all(r.type.rank in (0, 1, rank) for r in op.results)
 
     def follow(self, op: Op, decided: list[Value], orders: tuple[Order, Order]) -> None:
-        node = self.of_op[op] = self.network.node()
+        node = self.of_op[op] = self.new_node()
         standard = (tuple(range(len(orders[0]))), channels_last(len(orders[0])))
         if is_convolution(op):
             orders = standard
@@ -278,11 +228,11 @@ class Decision:
                 self.strangers.append((op, value, node))
         for result in op.results:
             self.enter(result, node, orders)
+        tensors = [*decided, *[r for r in op.results if r in self.node]]
         if is_convolution(op):
-            tensors, share = [*decided, *[r for r in op.results if r in self.node]], self.preference.share(op)
-            self.penalties.append((node, share, tensors))
-            copies = sum(2 * v.type.bytes + self.preference.launch for v in tensors)
-            self.network.add(SOURCE, node, int(share * copies))
+            self.costed.append(Costed(op, node, self.prices.preference.share(op), tensors, case_of(op)))
+        elif self.prices.clock is not None and op.name in OTHER_KERNELS and orders == standard:
+            self.costed.append(Costed(op, node, 0.0, tensors, case_of(op)))
 
     def stays_a_view(self, op: Op) -> bool:
         """Whether a reshape to what is no image moves no element in either layout."""
@@ -300,47 +250,129 @@ class Decision:
             if place >= 0 and value in self.node and arguments[place] in self.node and arguments[place] not in self.own:
                 self.settled.append((value, arguments[place]))
 
-    def connect(self) -> None:
+    def solve(self, way: int = 0) -> list[bool]:
+        """Of each node whether it gets channels-last in the cheapest labelling. way: as `Prices.op` takes it."""
+        network = Network(self.nodes)
+        for node, label in self.pinned:
+            network.add(*((SOURCE, node) if label == LAST else (node, SINK)), UNBOUNDED)
+        for costed in self.costed:
+            rows, last = self.prices.op(costed, way)
+            network.add(SOURCE, costed.node, rows)
+            network.add(costed.node, SINK, last)
+        self.connect(network)
+        network.push(SOURCE, SINK)
+        return network.after_source(SOURCE)
+
+    def connect(self, network: Network) -> None:
         """Costs where labels differ. All readers of a value in the other layout share one copy."""
-        network = self.network
         for value, readers in self.readers.items():
-            node, cost = self.node[value], self.preference.copy(value)
+            node, (rows, last) = self.node[value], self.orders[value]
             for_last, for_rows = network.node(), network.node()
-            network.add(for_last, node, cost)
-            network.add(node, for_rows, cost)
+            network.add(for_last, node, self.prices.copy(value, rows, last))
+            network.add(node, for_rows, self.prices.copy(value, last, rows))
             for reader in dict.fromkeys(reader for _, reader in readers):
                 network.add(reader, for_last, UNBOUNDED)
                 network.add(for_rows, reader, UNBOUNDED)
         for value, argument in self.settled:
-            for one, other in ((self.node[value], self.node[argument]), (self.node[argument], self.node[value])):
-                network.add(one, other, self.preference.copy(value))
+            one, other, (rows, last) = self.node[value], self.node[argument], self.orders[value]
+            network.add(one, other, self.prices.copy(value, last, rows))
+            network.add(other, one, self.prices.copy(value, rows, last))
+
+    def settle(self) -> list[bool]:
+        """The cheapest labels, after as much was timed as they hang on.
+
+        The more ops want channels-last, the more get it: where an op gets the same whether all that were not timed want
+        it as much or as little as they could, its own time changes nothing. A copy is timed where the answer has one:
+        before, it costs what its bytes do, so that no answer without it looks worse than it is.
+        """
+        if self.prices.clock is None:
+            return self.solve()
+        while True:
+            little, much = self.solve(-1), self.solve(1)
+            unclear = [c for c in self.costed if c.case not in self.prices.known and little[c.node] != much[c.node]]
+            if unclear:
+                self.prices.ask(self.heaviest(unclear), ())
+                continue
+            side = self.solve()
+            moves = [m for _, m in self.copies(side) if m is not None and m not in self.prices.moved]
+            if not moves:
+                return side
+            self.prices.ask((), list(dict.fromkeys(moves)))
+
+    def heaviest(self, ops: Sequence[Costed]) -> list[Costed]:
+        """One of each kind of op, for the share of kinds that weighs most."""
+        weight: dict[str, int] = {}
+        for costed in ops:
+            weight[costed.case] = weight.get(costed.case, 0) + self.prices.weight(costed)
+        first = {c.case: c for c in reversed(ops)}
+        ranked = sorted(weight, key=lambda case: -weight[case])
+        return [first[case] for case in ranked[: int(AT_ONCE * len(ranked)) + 1]]
 
     # ---- the answer --------------------------------------------------------------------------------------------------
 
-    def moved(self, side: Sequence[bool]) -> int:
-        """Bytes that labels move: copies between layouts, and what convolutions convert by themselves."""
+    def copies(self, side: Sequence[bool]) -> Iterator[tuple[Value, Move | None]]:
+        """Values that labels copy, with the copy where it is nothing else."""
 
         def is_last(node: int) -> bool:
             return node == SOURCE or (node != SINK and side[node])
 
-        total = 0
-        for node, share, tensors in self.penalties:
-            total += 0 if is_last(node) else int(share * sum(2 * v.type.bytes for v in tensors))
-        for value, readers in self.readers.items():
-            other = {is_last(reader) for _, reader in readers} - {is_last(self.node[value])}
-            total += conversion(value) * len(other)
-        for value, argument in self.settled:
-            total += conversion(value) * (is_last(self.node[value]) != is_last(self.node[argument]))
+        changes = [(v, is_last(self.node[v]), {is_last(r) for _, r in readers}) for v, readers in self.readers.items()]
+        changes += [(v, is_last(self.node[v]), {is_last(self.node[a])}) for v, a in self.settled]
+        for value, mine, asked in changes:
+            for other in asked - {mine}:
+                move = Move(value.type, self.orders[value][mine], self.orders[value][other])
+                yield value, move if is_whole_copy(value) else None
+
+    def moved(self, side: Sequence[bool]) -> int:
+        """Bytes that labels move: copies between layouts, and what convolutions convert by themselves."""
+        total = sum(conversion(value) for value, _ in self.copies(side))
+        for costed in self.costed:
+            total += 0 if side[costed.node] else int(costed.share * sum(2 * v.type.bytes for v in costed.tensors))
         return total
+
+    def seconds(self, side: Sequence[bool]) -> float:
+        """What labels take: ops that were timed, what others pay for theirs, and copies."""
+        prices, total = self.prices, 0.0
+        assert prices.clock is not None
+        rate = prices.clock.bandwidth
+        for costed in self.costed:
+            pair, last = prices.known.get(costed.case), side[costed.node]
+            total += pair[last] if pair is not None else prices.op(costed)[last] / rate
+        for value, move in self.copies(side):
+            timed = None if move is None else prices.moved.get(move)
+            total += prices.preference.copy(value) / rate if timed is None else timed
+        return total
+
+    def judged(self, by: str) -> Verdict:
+        """What was decided, in numbers."""
+        name, known = str(self.function.attributes["sym_name"]), self.prices.known
+        convolutions = [op for op in self.function.regions[0].block if is_convolution(op)]
+        verdict = (name, len(convolutions), sum(self.label(op) == LAST for op in convolutions), by)
+        if self.prices.clock is None:
+            return Verdict(*verdict)
+        timed = {c.case for c in self.costed if known.get(c.case) is not None}
+        without = sum(is_convolution(c.op) and c.case in known and known[c.case] is None for c in self.costed)
+        clear = sum(c.case not in known for c in self.costed)
+        moves = {m for _, m in self.copies(self.side) if m is not None and self.prices.moved.get(m) is not None}
+        rows = self.seconds([False] * self.nodes)
+        return Verdict(*verdict, len(timed), len(moves), clear, without, self.seconds(self.side), rows)
+
+    def change(self) -> Change:
+        """What the decision brings beside all row by row."""
+        verdict = self.verdict
+        seconds = None if verdict.seconds is None or verdict.rows is None else verdict.seconds - verdict.rows
+        return Change(bytes=self.moved(self.side) - self.moved([False] * self.nodes), seconds=seconds)
 
     def label(self, op: Op) -> int:
         return LAST if op in self.of_op and self.side[self.of_op[op]] else ROWS
 
     def why_not(self) -> str:
-        count = sum(share > 0 for _, share, _ in self.penalties)
-        if not count:
-            return "its convolutions run as well row by row"
-        return f"the copies between layouts would cost as much as its {count} convolutions and gradients would save"
+        wanting = [c for c in self.costed if self.prices.op(c)[0] > 0]
+        by = "" if self.prices.clock is None else f" ({self.verdict})"
+        if not wanting:
+            return f"its convolutions run as well row by row{by}"
+        what = f"its {len(wanting)} convolutions and gradients"
+        return f"the copies between layouts would cost as much as {what} would save{by}"
 
     def write(self) -> None:
         """Puts `step.layout` where labels change, before the first op that reads a value so."""
@@ -370,18 +402,6 @@ class Decision:
                 and (is_convolution(op) or op.name in AS_IMAGES)
             ):
                 as_images(op)
-
-
-def conversion(value: Value) -> int:
-    """Bytes that a copy of a value in another layout moves, beyond what is moved anyway."""
-    op = value.op
-    if op is not None and op.name == "step.cast":
-        have, want, users = op.operands[0].type.element, value.type.element, list(value.uses)
-        if have.kind == want.kind == "float" and have.bits < want.bits and len(users) == 1:
-            # the copy does the cast, which would have run by itself unless its reader does it on the way
-            reader_casts = getattr(users[0].definition, "converts", False)
-            return op.operands[0].type.bytes + value.type.bytes if reader_casts else 0
-    return 2 * value.type.bytes
 
 
 def laid_out(value: Value, order: Order, reader: Op) -> Value:

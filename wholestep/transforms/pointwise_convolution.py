@@ -19,7 +19,7 @@ from ..dialects.step import StepBuilder
 from ..dialects.step.convolution import Conv, ConvInputGrad, ConvWeightGrad
 from ..dialects.step.layout import Layout
 from ..ir.core import Op, Value
-from .layout import channels_last, differ, follows, is_convolution, is_wide
+from .layout_rules import channels_last, differ, follows, is_convolution, is_wide
 from .opportunity import Change, Place, Transformation, register_transformation
 
 #: views of some of an image, which lie as it does

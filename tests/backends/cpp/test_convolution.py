@@ -8,7 +8,8 @@ import torch
 from wholestep.backends import cpp
 from wholestep.backends.cpp import convolution
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, neutral_inputs, op_by_op
+from wholestep.backends.made_up import neutral_inputs
+from wholestep.backends.providers import Region, op_by_op
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.strides import row_major
 from wholestep.ir.builtin import add_function, finish_function, module

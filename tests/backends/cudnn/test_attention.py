@@ -16,7 +16,8 @@ from wholestep.backends.cudnn.attention import Options, backward, forward
 from wholestep.backends.cudnn.graph import GIVEN, INNER, MATMUL, NUMBER, REDUCTION, RESHAPE, Graph, Node
 from wholestep.backends.cudnn.ways import Way, by_aten, graph_of, why_not, why_unsuited
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, neutral_inputs
+from wholestep.backends.made_up import neutral_inputs
+from wholestep.backends.providers import Region
 from wholestep.dialects.step import StepBuilder
 from wholestep.ir import TensorType, add_function, finish_function, module
 from wholestep.ir.types import ScalarType
