@@ -23,7 +23,7 @@ from ..ir.core import Builder, Op, Value
 from ..ir.types import I64, TensorType
 from .again import CHEAP, compute_again
 from .around import join_around
-from .early_sums import bring, join_sums, why_not_early
+from .early_sums import bring, draw_near, join_sums, why_not_early
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
@@ -217,6 +217,8 @@ class Fuser:
         self.take_apart()
         self.duplicate()
         put_off(self)
+        if len(self.block) > WINDOW:
+            draw_near(self)
         ops = [op for op in self.block if not op.definition.terminator]
         self.position: dict[Op, float] = {op: i for i, op in enumerate(self.block)}
         names = site_names(root_of(self.function))
@@ -504,7 +506,8 @@ class Fuser:
                 self.fusion.forbidden.add(f"fuse {pattern}")
                 return "it is forbidden"
         halves = {max(map(self.half, group.members)) for group in (a, b)}
-        if len(halves) > 1 and not self.may_wait(a, b) and (why := why_not_early(self, a, b)):
+        apart = len(halves) > 1 and not self.may_wait(a, b)
+        if apart and (why := why_not_early(self, a, b, producer, consumer)):
             return why
         if a.points * SMALLER < b.points and len(a.members) > 2:
             return "the first would be computed again for every row of the second"
