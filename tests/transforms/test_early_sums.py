@@ -173,6 +173,19 @@ def test_tied_weights(small: None) -> None:
     assert fused(of(late), Clock(), products=True)[1] == []
 
 
+def test_parts_of_a_product_are_summed_up_apart(small: None) -> None:
+    """Weights whose gradients are one product: each part would be a product of its own in the kernel."""
+
+    def parts(b: Any, dy: Value, x: Value, w: Value) -> list[Value]:
+        b.phase = "backward"
+        whole = b.contract(dy, x, spec=GRADIENT)
+        halves = [b.slice(whole, dim=0, start=i, end=i + ROWS // 2) for i in (0, ROWS // 2)]
+        return clipped(b, halves, b.slice(w, dim=0, start=0, end=ROWS // 2))
+
+    clock = Clock()
+    assert fused(of(parts), clock, products=True)[1] == [] and not clock.asked
+
+
 def test_what_is_forbidden(small: None) -> None:
     forbidden = ["fuse */clip/* <- */backward/contract#*"]
     assert fused(of(one), Clock(), products=True, forbid=forbidden)[1] == []

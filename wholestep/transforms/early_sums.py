@@ -126,9 +126,12 @@ def why_not(fuser: Fuser, own: Group, other: Group) -> str:
         return "it does not only sum up a gradient"
     if any(fuser.half(op) != BACKWARD for op in own.members):
         return "what it reads is not made in backward"
-    made = [base(v) for v in piece_of(other.members, fuser.position).inputs if base(v).op in own.members]
+    read = [v for v in piece_of(other.members, fuser.position).inputs if base(v).op in own.members]
+    made = [base(v) for v in read]
     if any(again.is_forbidden(fuser, value, other) for value in made):
         return "it is forbidden"
+    if any(v.type.size != base(v).type.size for v in read):
+        return "it sums up a part of what is made: the rest would be computed apart"
     at = fuser.position[own.members[-1]]
     for maker in read_by(fuser, other):
         if maker not in own.members and fuser.position[maker] > at:
