@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
 #: the phase that such sums are part of, and those of ops that may be in their kernel
-CLIP, PHASES = "clip", ("backward", "clip")
+CLIP, PHASES = "clip", ("loss", "backward", "clip")
 #: the half of the program that gradients are made in, and bytes of one that is worth it beside a pass over all of them
 BACKWARD, LEAST = 1, 1 << 23
 
