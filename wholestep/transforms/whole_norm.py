@@ -1,7 +1,7 @@
 """`whole_norm`: the norm of gradients that are parts of one tensor is that of the tensor.
 
-The gradients of weights that share their input are slices of one product (`shared_input.py`). Their squares are added up
-in one go, which the kernel that makes the product can do on the way (`early_sums.py`). Sums are in another order.
+The gradients of weights that share their input are slices of one product (`shared_input.py`). Their squares are added
+up in one go, which the kernel that makes the product can do on the way (`early_sums.py`). Sums are in another order.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ class WholeNorm(Transformation):
 def total_of(op: Op) -> Op | None:
     """The sum of the squares of numbers that are put side by side, if nothing else is done with those."""
     square = reader_of(op)
-    total = None if square is None or square.definition is not Mul else reader_of(square)
+    if square is None or square.definition is not Mul or set(square.operands) != {op.result}:
+        return None
+    total = reader_of(square)
     if total is None or total.definition is not Sum or op.result.type.element is not F32:
         return None
-    return total if set(square.operands) == {op.result} and op.result.type.rank == 1 else None
+    return total if op.result.type.rank == 1 and op.result.type.size == len(op.operands) else None
 
 
 def reader_of(op: Op) -> Op | None:
