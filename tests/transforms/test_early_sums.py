@@ -31,6 +31,7 @@ from wholestep.cost import make_ledger
 from wholestep.ir import BF16, F32, TensorType, verify
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op, Value
+from wholestep.plan import planner
 from wholestep.transforms import again, early_sums, tall_products
 from wholestep.transforms import fuse as fusing
 from wholestep.transforms.fuse import Fusion, fuse
@@ -329,6 +330,26 @@ def test_a_forced_step_is_eagers_and_moves_fewer_bytes(loops: None, precision: s
     assert abs(saved - size) <= 64, "the read of both gradients, but for single numbers"
     replayed, _ = train("loops", precision, recipe=step.recipe)
     assert kernels_of(replayed) == kernels_of(step) and moved(replayed) == moved(step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_by_the_clock_is_eagers(
+    loops: None, small: None, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the clock prefers fewer bytes, in everything; and its recipe, which has what was taken along apart."""
+
+    def timed(*args: Any, **named: Any) -> Fusion:
+        return fuse(*args, **named | {"seconds": Clock(), "products": True})
+
+    monkeypatch.setattr(planner, "fuse", timed)
+    step, _ = train("loops", precision)
+    replayed, _ = train("loops", precision, recipe=step.recipe)
+    for one in (step, replayed):
+        plan = one.plan()
+        found = [launch for launch in plan.launches if launch.phase == "backward" and launch.provider == "loops"]
+        made = [{plan.buffers[b].type.shape for b in launch.writes} for launch in found]
+        assert {(24, 16), ()} in made and {(16, 24), ()} in made, "gradients, each with a number"
+        assert not passes_over(one, (24, 16))
 
 
 def moved(step: ws.TrainStep) -> int:
