@@ -28,7 +28,7 @@ from tests.transforms.test_tall_products import Clock, joined
 from wholestep.backends.providers import Triton
 from wholestep.backends.store import Objects
 from wholestep.cost import make_ledger
-from wholestep.ir import BF16, F32, TensorType, verify
+from wholestep.ir import BF16, F16, F32, ScalarType, TensorType, verify
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op, Value
 from wholestep.plan import planner
@@ -71,8 +71,8 @@ def one(b: Any, dy: Value, x: Value, w: Value) -> list[Value]:
     return clipped(b, [b.contract(dy, x, spec=GRADIENT)], w)
 
 
-def of(build: Any, tokens: int = TOKENS) -> Op:
-    factors = [TensorType((tokens, n), BF16) for n in (ROWS, COLUMNS)]
+def of(build: Any, element: ScalarType = BF16) -> Op:
+    factors = [TensorType((TOKENS, n), element) for n in (ROWS, COLUMNS)]
     return program([*factors, TensorType((ROWS, COLUMNS), F32)], build)
 
 
@@ -185,6 +185,12 @@ def test_parts_of_a_product_are_summed_up_apart(small: None) -> None:
 
     clock = Clock()
     assert fused(of(parts), clock, products=True)[1] == [] and not clock.asked
+
+
+def test_what_is_too_large_for_f16_must_be_seen(small: None) -> None:
+    """A sum in the kernel is one of numbers before they are rounded, and those may be finite."""
+    clock = Clock()
+    assert fused(of(one, F16), clock, products=True)[1] == [] and not clock.asked
 
 
 def test_what_is_forbidden(small: None) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..ir.core import Op
+from ..ir.types import F16
 from . import again, tall_products
 from .again import CHEAP
 from .around import PRODUCT, comes_back, take_along
@@ -132,6 +133,8 @@ def why_not(fuser: Fuser, own: Group, other: Group) -> str:
         return "it is forbidden"
     if any(v.type.size != base(v).type.size for v in read):
         return "it sums up a part of what is made: the rest would be computed apart"
+    if any(value.type.element is F16 for value in made):
+        return "it would not see what is too large for f16"  # kernels hand numbers on as they are before rounding
     at = fuser.position[own.members[-1]]
     for maker in read_by(fuser, other):
         if maker not in own.members and fuser.position[maker] > at:
