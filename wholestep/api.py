@@ -60,6 +60,7 @@ from .transforms import (  # noqa: F401  (they register)
     row_gradients,
     shared_input,
     symmetric_product,
+    whole_norm,
     wide_loss,
 )
 from .transforms import pad as filled_products  # noqa: F401
@@ -95,6 +96,7 @@ class Default:
 DEFAULTS = (
     Default("grouped_attention", level=2, device=""),
     Default("shared_input", fused=True),  # who does not fuse would copy gradients side by side
+    Default("whole_norm", level=2, fused=True),
     *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
     Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same

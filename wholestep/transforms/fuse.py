@@ -24,6 +24,7 @@ from ..ir.types import I64, TensorType
 from .again import CHEAP, compute_again
 from .again_wishes import AgainWishes
 from .around import join_around
+from .early_sums import bring, draw_near, join_sums, why_not_early
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
@@ -224,6 +225,8 @@ class Fuser:
         self.take_apart()
         self.duplicate()
         put_off(self)
+        if len(self.block) > WINDOW:
+            draw_near(self)
         ops = [op for op in self.block if not op.definition.terminator]
         self.position: dict[Op, float] = {op: i for i, op in enumerate(self.block)}
         names = site_names(root_of(self.function))
@@ -404,7 +407,7 @@ class Fuser:
     def around(self, groups: list[Group]) -> list[Group]:
         """What is done once ops are joined: kernels compute what others wrote for them, anchors take others along."""
         groups = join_around(self, compute_again(self, groups))
-        return groups if self.seconds is None else join_tall(self, groups)
+        return groups if self.seconds is None else join_sums(self, join_tall(self, groups))
 
     def join_makers(self, op: Op) -> None:
         """Joins an op with the kernels of what it reads, the largest first."""
@@ -511,8 +514,9 @@ class Fuser:
                 self.fusion.forbidden.add(f"fuse {pattern}")
                 return "it is forbidden"
         halves = {max(map(self.half, group.members)) for group in (a, b)}
-        if len(halves) > 1 and not self.may_wait(a, b):
-            return f"one is part of {producer.phase}, the other of {consumer.phase}"
+        apart = len(halves) > 1 and not self.may_wait(a, b)
+        if apart and (why := why_not_early(self, a, b, producer, consumer)):
+            return why
         if a.points * SMALLER < b.points and len(a.members) > 2:
             return "the first would be computed again for every row of the second"
         between = self.reach.between(a.members, b.members)
@@ -539,7 +543,9 @@ class Fuser:
     def gather(self, ops: Iterable[Op]) -> Group:
         """Makes ops, with the groups they are in, one group."""
         old = {id(g): g for op in ops for g in (self.groups[op],)}.values()
-        members = sorted({m for g in old for m in g.members}, key=self.position.__getitem__)
+        together = {m for g in old for m in g.members}
+        bring(self, list(together))
+        members = sorted(together, key=self.position.__getitem__)
         if len(members) > 1:
             self.reach.unite(members)
         return self.unite(members)

@@ -17,9 +17,9 @@ import numpy as np
 from ..errors import InputError
 from ..ir.core import Op, Value
 from .again_wishes import NAME
+from .early_sums import is_tried
 from .opportunity import fits, near
 from .regions import is_view, piece_of, readers_of
-from .tall_products import is_tall
 
 if TYPE_CHECKING:
     from .fuse import Fuser, Fusion, Group
@@ -103,7 +103,7 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
     """Why ops cannot be one kernel; empty where they can."""
     if len(ops) == 1 and fuser.stands_alone(ops[0]):
         return ""
-    if len(ops) == 1 and fuser.seconds is not None and is_tall(ops[0]):
+    if len(ops) == 1 and fuser.seconds is not None and is_tried(fuser, ops[0]):
         return ""  # what it took along are lines of their own
     for op in ops:
         if why := why_apart(fuser, op, len(ops) > 1):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..ir.hashing import structural_hash
+from .early_sums import bring
 
 if TYPE_CHECKING:
     from .fuse import Fuser
@@ -63,7 +64,8 @@ def recall(kept: Keeper, digest: str, fuser: Fuser) -> bool:
     if len(set(members)) < len(members) or not all(map(fuser.is_fusible, members)):
         return False
     for group in groups:
-        fuser.unite(group)
+        bring(fuser, group)
+        fuser.unite(sorted(group, key=fuser.position.__getitem__))
     for producer, consumer, why, gain in refused:
         fuser.refuse(producer, consumer, why, gain)
     return True

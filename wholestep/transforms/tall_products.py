@@ -40,21 +40,34 @@ Order = tuple[int, ...]
 
 def is_tall(op: Op) -> bool:
     """Whether an op is a product of 16-bit numbers that waits for memory, one of whose sizes is much the longest."""
-    if op.name != "step.contract" or op.lhs.type.element.text not in ("bf16", "f16"):
+    short = sorted(sizes_of(op))
+    return bool(short) and short[2] >= TALL * short[1] and waits_for_memory(op)
+
+
+def waits_for_memory(op: Op) -> bool:
+    """Whether an op is a product of 16-bit numbers with few multiplications per element that is read or written."""
+    sides = sizes_of(op)
+    if not sides:
         return False
+    m, n, k = sides
+    return m * n * k <= RIDGE * (m * n + m * k + n * k)
+
+
+def sizes_of(op: Op) -> list[int]:
+    """Rows, columns and summed elements of a product of 16-bit numbers without batches; none of anything else."""
+    if op.name != "step.contract" or op.lhs.type.element.text not in ("bf16", "f16"):
+        return []
     left, right, out = parse_spec(op.spec)
     size = dict(zip(left + right, (*op.lhs.type.shape, *op.rhs.type.shape), strict=True))
     if set(left) & set(right) & set(out):
-        return False
+        return []
     sides = []
     for labels in (set(left) & set(out), set(right) & set(out), set(left) & set(right)):
         product = 1
         for label in labels:
             product *= size[label]
         sides.append(product)
-    m, n, k = sides
-    short = sorted(sides)
-    return short[2] >= TALL * short[1] and m * n * k <= RIDGE * (m * n + m * k + n * k)
+    return sides
 
 
 def has_small_windows(op: Op) -> bool:

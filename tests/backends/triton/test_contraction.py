@@ -81,6 +81,19 @@ def _(b, dy, x):
     return b.cast(b.contract(dy, x, spec="abm,abn->mn"), dtype=F32)
 
 
+@case("weight gradient and what its norm is made of", (2, 411, 40), (2, 411, 36))
+def _(b, dy, x):
+    g = b.contract(dy, x, spec="abm,abn->mn")
+    wide = b.cast(g, dtype=F32)
+    return [g, b.sqrt(b.sum(b.mul(wide, wide), dims=(0, 1)))]
+
+
+@case("long sum, batches, extremes", (2, 300, 40), (2, 300, 36), (2, 40, 36))
+def _(b, x, y, r):
+    z = b.cast(b.add(b.contract(x, y, spec="bkm,bkn->bmn"), r), dtype=F32)
+    return [z, b.sum(z, dims=(0, 1, 2)), b.amax(b.abs(z), dims=(0, 1, 2))]
+
+
 @case("long sum, batches", (2, 300, 40), (2, 300, 36), (36,))
 def _(b, x, y, bias):
     return b.relu(b.add(b.contract(x, y, spec="bkm,bkn->bmn"), bias))
@@ -256,7 +269,7 @@ def run_case(
     from wholestep.backends.triton import contraction, contraction_text, generate
 
     if folds:
-        contraction_text.MOST_PARTIALS, contraction_text.FOLDED = 1, 2
+        contraction_text.MOST_PARTIALS, contraction_text.FOLDED = 0, 2
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = ScalarType(element)
     function, results = kernel(name, own)
@@ -350,7 +363,13 @@ def test_every_configuration(child: Ask) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["weight gradient with a long sum", "long sum, batches", "something else is computed from factors and stored"],
+    [
+        "weight gradient with a long sum",
+        "weight gradient and what its norm is made of",
+        "long sum, batches, extremes",
+        "long sum, batches",
+        "something else is computed from factors and stored",
+    ],
 )
 def test_split_sums(child: Ask, name: str) -> None:
     """Evenly and not, with and without a rest of the last tile."""

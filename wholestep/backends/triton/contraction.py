@@ -287,7 +287,7 @@ class Contraction:
                 beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load),
                 written=max(op.operands[1].type.element.bits // 8 for op in self.stores) if self.stores else 0,
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
-                splits=not self.sums,
+                splits=all(not s.kept for s in self.sums) and not (self.sums and self.meets),
                 stays=self.stays,
                 run=self.dims["k"][-1].size if self.rows is not None and self.stays else 0,
                 meets=self.meets,

@@ -2,9 +2,9 @@
 
 The first function walks tiles of the summed dimension with `tl.dot` and then writes the tile of results. Sums of the
 result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
-split over programs, a second function adds up the parts and writes the results. Where it is short, a program may stay
-for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums. Outputs that lie as
-a factor does are stored where that is computed, by one of the programs that compute it.
+split over programs, a second function adds up the parts, writes the results and sums them up. Where it is short, a
+program may stay for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
+Outputs that lie as a factor does are stored where that is computed, by one of the programs that compute it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from .walk import Access, Dim
 
 #: tiles of rows that are walked together, so that they share what they read of the columns
 GROUP = 8
-#: the most partial sums that one program adds up; more are brought to FOLDED by a function in between
-MOST_PARTIALS = 512
+#: the most partial sums that one program adds up, and how many times as many where all give a single number; more are
+#: brought to FOLDED by a function in between
+MOST_PARTIALS, SINGLE = 512, 8
 FOLDED = 64
 #: parts of a sum that are added up without a loop
 STRAIGHT = 16
+#: how many times as many elements such a program has where the result is summed up
+SUMMED = 4
 #: columns that a program of a finishing function has
 COLUMNS = 32
 
@@ -100,6 +103,8 @@ class Writer:
         self.n = axis("n", dims["n"], tile.n, 1)
         #: programs that share a column of tiles
         self.stay = tile.programs // self.n.blocks
+        #: the rows and columns of a program that adds up what programs have that share a sum
+        self.high, self.wide = self.added_axes()
         self.partials = [self.partial(own) for own in product.sums]
 
     def generated(self) -> Generated:
@@ -335,11 +340,9 @@ class Writer:
         place = f"{part} * {strides[0]} + batch * {strides[1]} + m * {n} + n"
         mask = text.mask(text.tile)
         text.line(f"tl.store(p{argument} + ({place}), total{f', mask={mask}' if mask else ''})")
-        columns, points = min(power_of_two(n), 128), 1024 if tile.split <= STRAIGHT else 256
-        high, met, step = self.m.dims, 1, 0
+        met, step, y, x = 1, 0, self.high, self.wide
         if product.rows is not None and product.meets:
-            high, met, step = self.m.dims[1:], self.m.dims[0].size, product.rows.step
-        y, x = axis("m", high, max(points // columns, 1), 0), axis("n", self.n.dims, columns, 1)
+            met, step = self.m.dims[0].size, product.rows.step
         added = Side(product.walk, (self.z, y, x), "add_parts", mark="c")
         added.line(f"pid = {added.pid()}")
         added.start(self.z, f"pid // {y.blocks * x.blocks}")
@@ -363,15 +366,29 @@ class Writer:
         for i in range(1, tile.split if tile.split <= STRAIGHT else 1):
             added.line(f"total += {load(str(i * strides[0]))}")
         added.names[product.dot.results[0]] = Number("total", "tl.float32")
-        added.ready(added.needed(product.stores))
+        added.ready(added.needed([*product.stores, *product.others]))
+        for made in self.partials:
+            added.line(f"tl.store(p{made.argument} + pid, {self.part_of(added, made.sum).text})")
         self.texts.append((added, count * y.blocks * x.blocks, 4))
+        self.finish(self.partials)
+
+    def added_axes(self) -> tuple[Axis, Axis]:
+        """More rows at a time where the result is summed up: partial sums are fewer."""
+        product = self.product
+        columns, points = min(power_of_two(self.n.size), 128), 1024 if self.tile.split <= STRAIGHT else 256
+        points *= SUMMED if product.sums else 1
+        dims = self.m.dims[1:] if product.meets else self.m.dims
+        return axis("m", dims, max(points // columns, 1), 0), axis("n", self.n.dims, columns, 1)
 
     # ---- sums of the result ------------------------------------------------------------------------------------------
 
     def partial(self, own: Sum) -> Partials:
         """The memory of a sum's partial sums: one row per tile that adds to it."""
         rows = own.columns
-        for name, there in (("z", self.z.blocks), ("m", self.stay or self.m.blocks), ("n", self.n.blocks)):
+        blocks = self.z.blocks, self.stay or self.m.blocks, self.n.blocks
+        if self.tile.split > 1:
+            blocks = self.z.blocks, self.high.blocks, self.wide.blocks
+        for name, there in zip("zmn", blocks, strict=True):
             rows *= 1 if name in own.kept else there
         made = Partials(own, 0, rows)
         made.argument = self.memory(made.spec)
@@ -406,8 +423,8 @@ class Writer:
         for given in partials:
             alike.setdefault((given.rows, given.sum.width), []).append(given)
         folded: list[Partials] = []
-        for (rows, _), own in alike.items():
-            folded += self.fold(own) if rows > MOST_PARTIALS else own
+        for (rows, width), own in alike.items():
+            folded += self.fold(own) if rows > MOST_PARTIALS * (SINGLE if width == 1 else 1) else own
         kinds = dict.fromkeys(self.product.kept(op) for op in self.product.after)
         for number, kept in enumerate(kinds):
             stores = [op for op in self.product.after if self.product.kept(op) == kept]
