@@ -120,12 +120,12 @@ class Code(Nests):
             self.names[n] = place
 
     def looked_up(self) -> list[Number]:
-        """What is read once per row of tensors that a result may be written over."""
+        """What is looked up once per row in tensors that a result may be written over."""
         walk, specs = self.walk, self.walk.specs
         if not walk.along:
             return []
         written = {(s.dtype, s.bytes) for s in (specs[w.tensor] for w in walk.writings)}
-        once = [n for n in walk.numbers if n.kind == "load" and not n.varies & walk.row]
+        once = [n for n in walk.numbers if n.looks_up and not n.varies & walk.row]
         alike = [n for n in once if (specs[n.tensor].dtype, specs[n.tensor].bytes) in written]
         return [n for n in alike if all(a.kind != "reduce" for a in self.behind(n))]
 

@@ -70,6 +70,7 @@ class Number:
     tensor: int = -1
     steps: tuple[int, ...] = ()  # what each computed index of a load is multiplied with
     guards: tuple[Guard, ...] = ()
+    looks_up: bool = False  # of a load: whether an index of it is computed
     how: str = ""  # of a reduction
     dims: frozenset[int] = frozenset()  # of a reduction
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -254,6 +255,7 @@ class Reader:
             tensor=tensor,
             steps=tuple(steps),
             guards=tuple(guards),
+            looks_up=bool(computed),
         )
 
     def store(self, op: Op) -> None:
