@@ -166,8 +166,9 @@ def draw_near(fuser: Fuser) -> int:
         chain, makers = chain_of(op)
         if not makers or any(fuser.half(o) != BACKWARD for o in makers):
             continue
-        below = max(makers, key=position.__getitem__).next
-        for one in sorted(chain, key=position.__getitem__):
+        last = max(makers, key=position.__getitem__)
+        below = last.next
+        for one in sorted((o for o in chain if position[o] > position[last]), key=position.__getitem__):
             below = one.next if one is below else below
             one.detach()
             fuser.block.insert_before(one, below)
