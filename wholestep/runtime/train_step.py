@@ -60,6 +60,10 @@ from .unchanged import Snapshot
 from .verification import compare_with_eager
 
 
+#: the steps of each model
+STEPS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[TrainStep]] = weakref.WeakKeyDictionary()
+
+
 class TrainStep:
     """A whole training step as one call: `loss = step(*batch)`."""
 
@@ -105,8 +109,8 @@ class TrainStep:
         #: the update of the last step, where it waits for the next forward, and the memory of what it will read
         self._waiting: Waiting | None = None
         self.kept_arena = Arena()
-        if options.late:
-            hook_flush(self)
+        #: all steps of the model, this one among them
+        self._peers: weakref.WeakSet[TrainStep] = weakref.WeakSet()
         if compile_now:
             self._variant(self._fill(example_batch)[0])
 
@@ -326,6 +330,11 @@ class TrainStep:
         """Takes a compiled program in; beyond `max_variants` the least recently used one goes."""
         for program in compiled.programs():
             program.buffers = buffer_homes(self.model, self.loss_fn)
+        if self.optimizer_plan is None:
+            self._peers = STEPS.setdefault(self.model, self._peers)
+            self._peers.add(self)
+            if self.options.late:
+                hook_flush(self)
         self.optimizer_plan = compiled.plan
         if compiled.program.policy.low is not None and self._notice is None:
             self._notice = self.optimizer.register_step_post_hook(EagerStepNotice(self._own))
@@ -418,15 +427,24 @@ class TrainStep:
 
     def _long_way(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A step of which something may have changed since the last one."""
-        again, self._again, cut = self._again, None, None
-        if again is not None:
-            again.settle()
+        self._go_the_long_way()
+        cut = None
+        if len(self._peers) > 1:
+            for peer in self._peers:
+                if peer is not self:
+                    peer.flush()
         warm = self._warm(batch, named)
         if warm is None:
             given, cut = self._fill(as_compiled(self.example_batch, batch, named))
             warm = self._variant(given)
             self._verify(*warm, given)
         return self._run(*warm, cut)
+
+    def _go_the_long_way(self) -> None:
+        """The next step is not done again by one call."""
+        again, self._again = self._again, None
+        if again is not None:
+            again.settle()
 
     def _fill(self, batch: Any) -> tuple[Any, Cut | None]:
         """The batch padded to its bucket, where that is wanted and exact."""
@@ -458,6 +476,8 @@ class TrainStep:
             if compiled.late is not None:
                 self._waiting = Waiting(compiled, numbers_of(compiled))
                 compiled.late.written.keep()
+                for peer in self._peers:
+                    peer._go_the_long_way()  # and flushes this one first
             mark_optimizer_called(self.optimizer)
             self._own.counter += 1
         return self._handed_over(runs, found, cut)
