@@ -32,7 +32,6 @@ from .plan.planner import Planned, planned_function
 from .runtime import library_memory
 from .runtime.batches import first_micro_batch, flattened
 from .runtime.compiled import Compiled, laid_by_step
-from .runtime.fusions import parts_of
 from .runtime.late import Late, check_can_wait, kept_strides, make_room
 from .runtime.record import Subjects, record
 from .runtime.replay import build_ahead
@@ -140,10 +139,10 @@ def compile(
     skip_nonfinite: leaves parameters and optimizer state as they are where a gradient is infinite or NaN.
     loss_scale: for fp16: the first scale, or the settings of `torch.amp.GradScaler` as a dictionary.
     ema: keeps an exponential moving average of the parameters with this decay: `step.ema_state_dict()`.
-    updates: "in_step", or "in_next_forward": a step leaves its update to the next one, which updates each weight shortly
-        before forward reads it (on a GPU "beside_next_forward" does so on a second stream). Gradients stay in memory
-        between steps, and until `step.flush()` parameters are those before the last update; calls of the model and
-        state dicts flush by themselves (docs/execution.md).
+    updates: "in_step", or "in_next_forward": a step leaves its update to the next one, which updates each weight
+        shortly before forward reads it (on a GPU "beside_next_forward" does so on a second stream). Gradients stay in
+        memory between steps, and until `step.flush()` parameters are those before the last update; calls of the model
+        and state dicts flush by themselves (docs/execution.md).
     shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
     memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
@@ -315,7 +314,9 @@ def executable_of(
     wishes = Wishes.among(step.options.recipe, step.options.force, step.options.forbid)
     if step.options.late:
         return late_executable(step, program, plan, seconds, recipe, batch, wishes)
-    return made_ready(step, program, plan, seconds, recipe, batch, wishes)
+    compiled = made_ready(step, program, plan, seconds, recipe, batch, wishes)
+    wishes.check(compiled.fusions)
+    return compiled
 
 
 def late_executable(
@@ -344,6 +345,7 @@ def late_executable(
     laid |= found
     update = made_ready(step, parts.update, plan, {}, recipe, batch, others, laid)
     both = made_ready(step, parts.both, plan, seconds, recipe, batch, wishes, laid)
+    wishes.check(both.fusions)
     for each in (first, update):
         for name, spent in each.seconds.items():
             both.seconds[name] = both.seconds.get(name, 0.0) + spent
@@ -367,7 +369,7 @@ def made_ready(
     wishes: Wishes,
     laid: Mapping[tuple[Any, ...], tuple[int, ...]] | None = None,
 ) -> Compiled:
-    """A program with its plan. laid: how arguments lie that the step lays out itself, where the program does not say."""
+    """A program with its plan. laid: how arguments lie that the step lays out itself, if the program does not say."""
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
     numbers = host_numbers(program, step.optimizer)
@@ -383,7 +385,6 @@ def made_ready(
         strides = argument_strides(program, step, batch, laid)
         static = StaticStep(program.slots, numbers, device, strides, plan_for, step.arena)
         check_fits(static.plan, device)
-    wishes.check([] if static is None else [fusion for _, fusion in parts_of(static.planned)])
     spent = {} if choices is None else {k: v - kernels[k] for k, v in choices.seconds.items()}
     seconds = {**seconds, "plan": time.perf_counter() - start - sum(spent.values()), **spent}
     return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static, laid)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.plan.networks import Case, convnet, gpt, recurrent
 from tests.plan.simulate import simulate
@@ -24,6 +25,7 @@ from wholestep.runtime.late import kept_strides
 from wholestep.training.build import Program
 from wholestep.transforms import late_updates as module
 from wholestep.transforms.late_updates import KEPT, Late, late_updates
+from wholestep.transforms.opportunity import transform
 from wholestep.transforms.side_updates import MARK
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -156,9 +158,38 @@ def test_narrow_gradients_are_kept() -> None:
     assert sum(s.type.size for s in kept) >= trained and wide <= 4 * (2 * tied + 8 * 16 + 1 + 10 * 16)
 
 
+class Words(nn.Module):
+    """An embedding that is not tied, of which a batch reads few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(50, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(ids)).square().mean()
+
+
+def test_rows_that_were_read_are_kept_with_their_places() -> None:
+    """What the update looks up of its batch is kept too: the next step has another one."""
+    batch = torch.randint(1, 48, (2, 5))
+    case = Case((Words(), lambda model, ids: model(ids), (batch,)), clip_norm=0.01)
+    transform(case.program.module, force=["row_gradients"])
+    parts, whole, late = parts_of(case), start(case), start(case)
+    kept = {s.type.text for s in parts.first.slots if s.kind == KEPT}
+    assert "tensor<10x16xf32>" in kept and "tensor<50x16xf32>" not in kept
+    source = next(s.source for s in case.program.slots if s.kind == "batch")
+    for number, program in enumerate((parts.first, parts.both, parts.both)):
+        whole[source], late[source] = batch + number - 1, batch + number - 1
+        for one, other in zip(advance(case, case.program, whole), advance(case, program, late), strict=True):
+            assert same_bits(one, other)
+    late[source] = batch * 0
+    advance(case, parts.update, late)
+    assert [s for s in whole if s != source and not same_bits(whole[s], late[s])] == []
+
+
 @pytest.mark.parametrize("name", ["gpt-clip", "conv-sgd-clip-value"])
 def test_beside_forward(name: str) -> None:
-    """On a stream of their own all updates are issued first, and each is waited for before somebody reads its weight."""
+    """On a stream of their own all updates are issued first, each waited for before somebody reads its weight."""
     case = CASES[name]()
     program = parts_of(case, beside=True).both
     state = start(case)

@@ -23,7 +23,15 @@ PROVIDERS = [["aten"], ["aten", "cpp"]]
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, centered=True)
+    return torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, eps=1e-4)
+
+
+def gpt() -> nn.Module:
+    """Biases of keys have no gradient but noise, which Adam would make much of."""
+    model = TinyGPT(layers=1)
+    for layer in model.layers:
+        layer.attention.qkv.bias.requires_grad_(False)
+    return model
 
 
 def ids(seed: int = 0, length: int = 8) -> torch.Tensor:
@@ -99,7 +107,7 @@ def twins() -> Twins:
 @pytest.mark.parametrize("optimizer", [sgd, adamw, rmsprop])
 def test_training_is_eager_training(optimizer: Any, providers: list[str]) -> None:
     """With tied weights, clipping by the norm, and a schedule: the rate of the step that made the gradients counts."""
-    pair = Twins(TinyGPT, words, optimizer, (ids(),), schedule=True, clip_norm=0.5, providers=providers)
+    pair = Twins(gpt, words, optimizer, (ids(),), schedule=True, clip_norm=0.5, providers=providers)
     for seed in range(5):
         pair.train(ids(seed))
         assert pair.behind()
@@ -109,7 +117,7 @@ def test_training_is_eager_training(optimizer: Any, providers: list[str]) -> Non
 
 def test_bit_for_bit_what_the_ordinary_step_does() -> None:
     """With PyTorch's kernels: losses, norms, and after a flush parameters and state."""
-    late, plain = fresh(TinyGPT), fresh(TinyGPT)
+    late, plain = fresh(gpt), fresh(gpt)
     steps = [
         ws.compile(m, words, adamw(m), (ids(),), clip_norm=0.5, providers=["aten"], **options)
         for m, options in ((late, LATE), (plain, {}))
@@ -138,7 +146,7 @@ def test_bit_for_bit_what_the_ordinary_step_does() -> None:
 @pytest.mark.parametrize("providers", PROVIDERS, ids=["aten", "cpp"])
 def test_options_go_together_with_it(options: dict[str, Any], providers: list[str]) -> None:
     """As the ordinary step with the same options; a loss scale that is too large at first skips updates."""
-    late, plain = fresh(TinyGPT), fresh(TinyGPT)
+    late, plain = fresh(gpt), fresh(gpt)
     a, b = (
         ws.compile(m, words, adamw(m), (ids(),), providers=providers, **options, **more)
         for m, more in ((late, LATE), (plain, {}))
@@ -175,7 +183,7 @@ def test_buffers_change_in_their_own_step(providers: list[str]) -> None:
 
 def test_shapes_that_change() -> None:
     """An update does not wait for a step of another shape: it is done first."""
-    pair = Twins(TinyGPT, words, adamw, (ids(),), clip_norm=0.5, shapes="bucket")
+    pair = Twins(gpt, words, adamw, (ids(),), clip_norm=0.5, shapes="bucket")
     for seed, length in enumerate([8, 8, 5, 5, 8, 6, 8, 8]):
         pair.train(ids(seed, length))
     assert pair.step.compilations == 3
@@ -240,8 +248,11 @@ def under_inference_mode(pair: Twins) -> None:
 def go(pair: Twins) -> None:
     """A step that is no longer held by anybody does its last update."""
     step, pair.step = pair.step, None  # type: ignore[assignment]
-    del step
-    gc.collect()
+    gc.disable()
+    try:
+        del step  # nothing else holds it, so it goes at once
+    finally:
+        gc.enable()
     assert not pair.model._forward_pre_hooks and not pair.optimizer._optimizer_step_pre_hooks
     assert_same(pair.model, pair.twin)
 
@@ -342,7 +353,7 @@ def test_copies_of_the_model_belong_to_no_step(twins: Twins) -> None:
 
 def test_a_step_that_fails_leaves_the_model_after_the_one_before() -> None:
     """The update of the step before is done all the same, whole; the next good step goes on from there."""
-    pair = Twins(TinyGPT, words, adamw, (ids(),), clip_norm=0.5, providers=["aten"])
+    pair = Twins(gpt, words, adamw, (ids(),), clip_norm=0.5, providers=["aten"])
     for at in (1, 3):
         for seed in range(at):
             pair.train(ids(seed))
@@ -357,7 +368,7 @@ def test_a_step_that_fails_leaves_the_model_after_the_one_before() -> None:
 
 
 def test_a_first_step_that_fails_changes_nothing() -> None:
-    pair = Twins(TinyGPT, words, adamw, (ids(),), providers=["aten"])
+    pair = Twins(gpt, words, adamw, (ids(),), providers=["aten"])
     with pytest.raises(IndexError):
         pair.step(ids() + 99)
     pair.same()
@@ -503,4 +514,4 @@ def test_a_model_that_moves_while_an_update_waits(twins: Twins) -> None:
     twins.model.to("meta")
     with pytest.raises(InputError, match="before moving the model"):
         twins.step.flush()
-    twins.step._waiting = None
+    twins.step.flush()  # it was lost

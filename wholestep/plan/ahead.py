@@ -32,7 +32,7 @@ def first_readers(graph: Graph, order: list[int], ahead: list[int]) -> dict[int,
 def before_use(
     flat: Flat, graph: Graph, order: list[int], found: Assignment, ahead: list[int]
 ) -> tuple[list[int], Assignment]:
-    """The order with each update right before its first reader, unless what it needs for itself lifts the peak there."""
+    """The order with each update right before its first reader, unless what it needs for itself lifts the peak."""
     due = first_readers(graph, order, ahead)
     place = {launch: p for p, launch in enumerate(order)}
     for launch in order:  # numbers of the host are there before everything
@@ -43,9 +43,7 @@ def before_use(
     return (candidate, trial) if trial.peak <= found.peak * (1 + SHARE) else (order, found)
 
 
-def beside_forward(
-    flat: Flat, graph: Graph, order: list[int], ahead: list[int], waits: dict[int, int]
-) -> list[int]:
+def beside_forward(flat: Flat, graph: Graph, order: list[int], ahead: list[int], waits: dict[int, int]) -> list[int]:
     """The order with all updates at its head, on their stream, and each waited for before its first reader.
 
     The first gradient of this step may be written where one of the last step lies: all updates are over by then.
@@ -53,9 +51,7 @@ def beside_forward(
     moving = set(ahead)
     rest = [i for i in order if i not in moving]
     due = first_readers(graph, rest, ahead)
-    overwrites = [
-        p for p, i in enumerate(rest) for value in graph.writes[i] if graph.target[value] in flat.ahead
-    ]
+    overwrites = [p for p, i in enumerate(rest) for value in graph.writes[i] if graph.target[value] in flat.ahead]
     last = min(overwrites, default=len(rest))
     before: list[list[int]] = [[] for _ in range(len(rest) + 1)]
     for launch in ahead:

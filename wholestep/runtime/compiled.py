@@ -14,9 +14,11 @@ from ..dialects.step import torch_dtype
 from ..plan.planner import Planned
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.fuse import Fusion
 from ..transforms.layout import own_strides
 from .counters import Counters
 from .executor import Executable
+from .fusions import parts_of
 from .static import StaticStep
 from .unchanged import Snapshot
 
@@ -103,6 +105,11 @@ class Compiled:
         yield self
         if self.late is not None:
             yield from (self.late.first, self.late.update, self.late.whole)
+
+    @property
+    def fusions(self) -> list[Fusion]:
+        """What was fused in each function of the program."""
+        return [] if self.static is None else [fusion for _, fusion in parts_of(self.static.planned)]
 
     def put_numbers(self, values: list[Any]) -> bool:
         """Puts the numbers of a step that is not the first into the values of its plan: see `Counters.put`."""

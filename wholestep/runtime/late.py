@@ -46,18 +46,20 @@ class Late:
     written: Record
 
 
-@dataclass(slots=True)
-class Waiting:
-    """An update that is still to be done: of which program, and with which hyper-parameters."""
+class Promised:
+    """The hyper-parameters of the update that waits: those of the step that made its gradients."""
 
-    compiled: Compiled
-    numbers: dict[tuple[Any, ...], float]
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[Any, ...], float] = {}
 
+    def keep(self, compiled: Compiled) -> None:
+        """They are as now."""
+        slots = [s for s in compiled.program.slots if s.kind == "hyper" and s.source != ("ema_weight",)]
+        self.numbers = {slot.source: float(compiled.plan.read(slot)) for slot in slots}
 
-def numbers_of(compiled: Compiled) -> dict[tuple[Any, ...], float]:
-    """The hyper-parameters of an update as they are now."""
-    slots = [s for s in compiled.program.slots if s.kind == "hyper" and s.source != ("ema_weight",)]
-    return {slot.source: float(compiled.plan.read(slot)) for slot in slots}
+    def read(self, plan: OptimizerPlan, slot: Slot) -> Any:
+        """A hyper-parameter, or what else an optimizer's plan knows of an update."""
+        return self.numbers[slot.source] if slot.source in self.numbers else plan.read(slot)
 
 
 def check_can_wait(plan: OptimizerPlan) -> None:
@@ -67,7 +69,7 @@ def check_can_wait(plan: OptimizerPlan) -> None:
         if counted:
             raise OptimizerError(
                 f"{type(plan.optimizer).__name__} keeps {', '.join(counted)} as Python numbers or makes them on its "
-                "first update, which cannot wait for the next forward; compile with updates=\"in_step\""
+                'first update, which cannot wait for the next forward; compile with updates="in_step"'
             )
 
 

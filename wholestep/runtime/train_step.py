@@ -33,19 +33,19 @@ from ..errors import InputError, WholestepError
 from ..ir.core import Op
 from ..options import Options
 from ..plan import Plan, plan_function
-from ..torch_private import foreach_copy, mark_optimizer_called, profiled
+from ..torch_private import foreach_copy, mark_optimizer_called, profiled, without_modes
 from ..training.build import sizes
 from ..training.optimizer_plan import OptimizerPlan
 from ..transforms.late_updates import KEPT
 from ..transforms.opportunity import Opportunity, opportunities, sites
 from . import fusions, own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, form_of, shape_message, signature
-from .checkpoint import check_checkpoint
 from .bound import BoundPlan
+from .checkpoint import check_checkpoint
 from .compiled import Compiled
 from .counters import Counters
 from .cuda_graph import Graphed
-from .late import Waiting, numbers_of
+from .late import Promised
 from .late import hook as hook_flush
 from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
@@ -58,7 +58,6 @@ from .signals import Uninterrupted
 from .static import Arena, StaticStep, Unfit
 from .unchanged import Snapshot
 from .verification import compare_with_eager
-
 
 #: the steps of each model
 STEPS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[TrainStep]] = weakref.WeakKeyDictionary()
@@ -106,8 +105,9 @@ class TrainStep:
         self._again: Replay | None = None
         self._notice: Any = None
         self._holds_averages = False
-        #: the update of the last step, where it waits for the next forward, and the memory of what it will read
-        self._waiting: Waiting | None = None
+        #: the program whose update waits for the next forward, what it will be done with, and memory for what it reads
+        self._waiting: Compiled | None = None
+        self._promised = Promised()
         self.kept_arena = Arena()
         #: all steps of the model, this one among them
         self._peers: weakref.WeakSet[TrainStep] = weakref.WeakSet()
@@ -158,8 +158,6 @@ class TrainStep:
     def report(self, format: str | None = None) -> Report | str:
         """What was compiled, what it moves and how it runs: `str()` is a table; format="json" or "html" gives text."""
         with self._lock:
-            if self._waiting is not None and self._compiled.program.policy.low is not None:
-                self.flush()  # it runs the model on tensors without values, to count what eager training would cast
             return report_of(self) if format is None else report_of(self).rendered(format)
 
     def plan(self) -> Plan:
@@ -230,7 +228,7 @@ class TrainStep:
         """
         if self._waiting is None:
             return
-        with self._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), without_modes():  # it may be asked for while somebody traces
             self._flush()
 
     def refresh(self) -> None:
@@ -474,7 +472,8 @@ class TrainStep:
             if runs is compiled:
                 self._updated(compiled)
             if compiled.late is not None:
-                self._waiting = Waiting(compiled, numbers_of(compiled))
+                self._waiting = compiled
+                self._promised.keep(compiled)
                 compiled.late.written.keep()
                 for peer in self._peers:
                     peer._go_the_long_way()  # and flushes this one first
@@ -510,7 +509,7 @@ class TrainStep:
         """Before a step of a program: an update of another one does not wait any longer."""
         if self._waiting is None:
             return
-        if self._waiting.compiled is not compiled:
+        if self._waiting is not compiled:
             self.flush()
         elif compiled.late is not None and not compiled.late.written.same():
             raise InputError(
@@ -518,27 +517,27 @@ class TrainStep:
                 "made of the new value; call step.flush() before writing parameters (now, to go on all the same)"
             )
 
+    def _done_with(self) -> None:
+        """No update waits any longer."""
+        self._waiting = None
+        self._promised.numbers.clear()
+
     def _flush(self) -> None:
         """Does the update that waits."""
-        waiting = self._waiting
-        if waiting is None or waiting.compiled.late is None:
+        if self._waiting is None or self._waiting.late is None:
             return
-        update = still_bound(waiting.compiled.late.update)
-        for name, parameter in update.program.captured.parameters.items():
+        update = still_bound(self._waiting.late.update)
+        for name, parameter in self._parameters().items():
             if parameter.device != update.device:
+                self._done_with()
                 raise InputError(
                     f"{name} was moved from {update.device} to {parameter.device} while its update waited for the next "
-                    "forward; call step.flush() before moving the model"
+                    "forward, so that update is lost; call step.flush() before moving the model"
                 )
         with self._uninterrupted, torch.no_grad():
             self._executed(update, [])
             self._updated(update)
-            self._waiting = None
-
-    def _hyper(self, plan: OptimizerPlan, slot: Slot) -> Any:
-        """A hyper-parameter: of the step that made the gradients, where its update is done later."""
-        numbers = {} if self._waiting is None else self._waiting.numbers
-        return numbers[slot.source] if slot.source in numbers else plan.read(slot)
+            self._done_with()
 
     def _handed_over(self, compiled: Compiled, found: list[Any], cut: Cut | None) -> Any:
         """The results of a step as the user gets them."""
@@ -591,7 +590,7 @@ class TrainStep:
                 assert static.bound is not None
                 self._settle(compiled, static, static.bound)
                 self._updated(compiled)
-                self._waiting = None  # the model is as after the step before, with its update
+                self._done_with()  # the model is as after the step before, with its update
                 compiled.snapshot = None
                 raise
             written = static.written_before(error)
@@ -629,7 +628,7 @@ class TrainStep:
                 pack,
             )
             if compiled.waits:
-                compiled.counters.read = partial(self._hyper, compiled.plan)
+                compiled.counters.read = partial(self._promised.read, compiled.plan)
         counters = compiled.counters
         assert counters is not None
         counters.write(bound.values, static.alike)
@@ -718,7 +717,7 @@ class TrainStep:
                 value = created[fqn].get(key)
             if value is not None:
                 return self._state_tensor(slot, value, compiled, created)
-        return self._as_tensor(slot, self._hyper(compiled.plan, slot))
+        return self._as_tensor(slot, self._promised.read(compiled.plan, slot))
 
     def _state_tensor(self, slot: Slot, value: Any, compiled: Compiled, created: dict[str, Any]) -> torch.Tensor:
         """Optimizer state as the program wants it. A counter that the program may hold back moves to its device."""

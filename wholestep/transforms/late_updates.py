@@ -1,8 +1,8 @@
 """Updates that wait for the next forward: one step becomes three programs that share all state.
 
-What the update reads of a step (gradients, the norm of all of them, whether they are finite) is *kept* between steps, in
-memory of its own. `first` is a step without its update, `update` that update alone, and `both` the update of the step
-before followed by a step without its own: each weight is updated shortly before forward reads it.
+What the update reads of a step (gradients, the norm of all of them, whether they are finite) is *kept* between steps,
+in memory of its own. `first` is a step without its update, `update` that update alone, and `both` the update of the
+step before with a step without its own: each weight is updated shortly before forward reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def late_updates(program: Program, beside: bool = False) -> Late:
     """The programs of a step whose update waits for the next forward. beside: there it has a stream of its own."""
     if runs_beside(program.function):
         raise InputError(
-            "side-updates runs updates beside the backward pass of their own step, and these wait for the next forward; "
+            "side-updates runs updates beside backward of their own step, and these wait for the next forward; "
             'leave it out, or compile with updates="beside_next_forward"'
         )
     cut = _Cut(program)
