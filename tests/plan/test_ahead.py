@@ -150,7 +150,10 @@ def test_weights_are_updated_together_up_to_a_size(monkeypatch: pytest.MonkeyPat
 
 def test_narrow_gradients_are_kept() -> None:
     case = Case(gpt(layers=1), precision="bf16", clip_norm=1.0)
-    program = parts_of(case).first
+    parts = parts_of(case)
+    program = parts.first
+    copies = [[s.source for s in p.slots if s.kind == "copy"] for p in (program, parts.both, parts.update)]
+    assert copies[0] == copies[1] == copies[2] != []  # whoever watches them sees the same ones in every turn
     kept = [s for s in program.slots if s.kind == KEPT]
     trained = sum(p.numel() for p in case.program.captured.parameters.values())
     tied = case.program.captured.parameters["words.weight"].numel()

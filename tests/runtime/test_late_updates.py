@@ -23,7 +23,7 @@ PROVIDERS = [["aten"], ["aten", "cpp"]]
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, eps=1e-4)
+    return torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, eps=0.1)
 
 
 def gpt() -> nn.Module:

@@ -49,10 +49,9 @@ def late_updates(program: Program, beside: bool = False) -> Late:
         )
     cut = _Cut(program)
     first, both, update = _Writer(program), _Writer(program), _Writer(program)
-    for slot in program.slots:
-        if slot.kind == "batch":  # all of them, in their order, whether somebody reads them or not
-            first.argument(slot)
-            both.argument(slot)
+    for slot in program.slots:  # all of these, in their order, whether somebody reads them or not
+        for writer in {"batch": (first, both), "copy": (first, both, update)}.get(slot.kind, ()):
+            writer.argument(slot)
     inner = dict[Value, Value]()
     first.run(cut.rest, inner)
     outer = update.kept(cut)
