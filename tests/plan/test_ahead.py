@@ -13,9 +13,11 @@ from tests.plan.networks import Case, convnet, gpt, recurrent
 from tests.plan.simulate import simulate
 from tests.plan.test_simulated import same_bits
 from wholestep.api import host_numbers
+from wholestep.dialects import context
 from wholestep.dialects.move import verify_plan
 from wholestep.dialects.step import torch_dtype
 from wholestep.errors import InputError
+from wholestep.ir.parser import parse
 from wholestep.ir.verify import VerifyError
 from wholestep.ir.verify import verify as verify_ir
 from wholestep.plan import Plan, module_to_plan, plan_function, plan_to_module
@@ -72,6 +74,8 @@ def parts_of(case: Case, beside: bool = False) -> Late:
     parts = late_updates(case.program, beside)
     for program in (parts.first, parts.both, parts.update):
         verify_ir(program.module)
+        text = str(program.module)
+        assert str(parse(text, context())) == text
     return parts
 
 

@@ -421,6 +421,27 @@ def test_every_launch_can_be_announced(twins: Twins) -> None:
     twins.step.annotated(data(6, 4))
 
 
+def test_a_recipe_is_done_again() -> None:
+    steps = []
+    for options in ({}, {"recipe": True}):
+        model = fresh(Perceptron)
+        if options:
+            options = {"recipe": steps[0].recipe}
+        steps.append(ws.compile(model, squares, adamw(model), (data(6, 4),), clip_norm=0.1, **LATE, **options))
+    assert any(key.startswith("fuse ") for key in steps[0].recipe)
+    assert steps[1].recipe == steps[0].recipe
+    assert [float(steps[0](data(6, 4))) for _ in range(3)] == [float(steps[1](data(6, 4))) for _ in range(3)]
+
+
+def test_what_is_forbidden_may_fit_one_of_the_programs_alone() -> None:
+    model = fresh(Perceptron)
+    step = ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */update/*"], **LATE)
+    step(data(6, 4))
+    step.flush()
+    with pytest.raises(InputError, match="fits no fusion"):
+        ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */nothing/*"], **LATE)
+
+
 def test_fit_ends_up_to_date() -> None:
     model, seen = fresh(Perceptron), []
     step = ws.compile(model, squares, sgd(model), (data(6, 4),), **LATE)

@@ -158,6 +158,8 @@ class TrainStep:
     def report(self, format: str | None = None) -> Report | str:
         """What was compiled, what it moves and how it runs: `str()` is a table; format="json" or "html" gives text."""
         with self._lock:
+            if self._compiled.skips:
+                self.flush()  # the loss scale and how many updates were skipped are state, too
             return report_of(self) if format is None else report_of(self).rendered(format)
 
     def plan(self) -> Plan:
