@@ -472,6 +472,26 @@ def test_nothing_is_bound_or_allocated_again(twins: Twins) -> None:
     assert bound == kept == {source: t.data_ptr() for source, t in compiled.late.first.kept.items()}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("updates", ["in_next_forward", "beside_next_forward"])
+def test_on_a_gpu(updates: str, precision: str) -> None:
+    """As one CUDA graph, on one stream or on two: what the ordinary step comes to."""
+    steps = []
+    for each in (updates, "in_step"):
+        model = fresh(gpt).cuda()
+        options = {"precision": precision, "clip_norm": 0.5, "updates": each}
+        steps.append(ws.compile(model, words, adamw(model, 1e-3), (ids().cuda(),), **options))
+    for seed in range(12):
+        one, other = (step(ids(seed).cuda()) for step in steps)
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+        if seed == 7:
+            steps[0].flush()
+    assert steps[0]._compiled.static.graph.graph is not None and not steps[0]._compiled.static.graph.refused
+    ours, theirs = (step.state_dict() for step in steps)
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-2, atol=1e-3)
+
+
 # ---- what it refuses -------------------------------------------------------------------------------------------------
 
 
