@@ -33,8 +33,9 @@ from .options import Options, Scaling
 from .plan.planner import Planned, planned_function
 from .runtime import library_memory
 from .runtime.batches import first_micro_batch, flattened
-from .runtime.compiled import Compiled
-from .runtime.fusions import parts_of
+from .runtime.compiled import Compiled, laid_by_step
+from .runtime.late import Late, check_can_wait, kept_strides, make_room
+from .runtime.record import Subjects, record
 from .runtime.replay import build_ahead
 from .runtime.report import machine_of
 from .runtime.saved import read_step, reading
@@ -65,6 +66,7 @@ from .transforms import (  # noqa: F401  (they register)
 )
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
+from .transforms.late_updates import late_updates
 from .transforms.layout import own_strides
 from .transforms.layout_prices import Timing, timed_by
 from .transforms.layout_rules import is_convolution
@@ -116,6 +118,7 @@ def compile(
     skip_nonfinite: bool = False,
     loss_scale: float | Mapping[str, float] | None = None,
     ema: float | None = None,
+    updates: str = "in_step",
     shapes: str = "static",
     max_variants: int = 8,
     pad: Mapping[str, float] | None = None,
@@ -143,6 +146,10 @@ def compile(
     skip_nonfinite: leaves parameters and optimizer state as they are where a gradient is infinite or NaN.
     loss_scale: for fp16: the first scale, or the settings of `torch.amp.GradScaler` as a dictionary.
     ema: keeps an exponential moving average of the parameters with this decay: `step.ema_state_dict()`.
+    updates: "in_step", or "in_next_forward": a step leaves its update to the next one, which updates each weight
+        shortly before forward reads it (on a GPU "beside_next_forward" does so on a second stream). Gradients stay in
+        memory between steps, and until `step.flush()` parameters are those before the last update; calls of the model
+        and state dicts flush by themselves (docs/execution.md).
     shapes: "static" (another shape is an error) or "bucket" (another shape is compiled too, at most `max_variants` of
         them; the least recently used goes). `pad` says with what a shorter batch may be filled up to its bucket.
     memory_budget: the most memory that a step may need: "24GB", a number of bytes, or as a float a share of the peak it
@@ -176,6 +183,7 @@ def compile(
         skip_nonfinite=skip_nonfinite,
         loss_scale=Scaling() if loss_scale is None else loss_scale,  # type: ignore[arg-type]
         ema=ema,
+        updates=updates,
         shapes=shapes,
         max_variants=max_variants,
         pad=pad,
@@ -278,7 +286,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     budget: BudgetReport | None = None
     if options.memory_budget is not None:
         losses = [o.key for name in later for o in possible(program.module, name, not_fused(options.forbid))]
-        numbers, strides = host_numbers(program, step.optimizer), argument_strides(program, step, batch)
+        numbers = host_numbers(program, step.optimizer)
+        strides = argument_strides(program, step, batch, laid_by_step(program))
 
         def note(planned: Planned) -> None:  # what libraries take counts
             if device.type == "cuda":
@@ -326,13 +335,71 @@ def executable_of(
     batch: Any = None,
 ) -> Compiled:
     """A program made ready to run for this step."""
+    refuse_overlap(program, step)
+    wishes = Wishes.among(step.options.recipe, step.options.force, step.options.forbid)
+    if step.options.late:
+        return late_executable(step, program, plan, seconds, recipe, batch, wishes)
+    compiled = made_ready(step, program, plan, seconds, recipe, batch, wishes)
+    wishes.check(compiled.fusions)
+    return compiled
+
+
+def late_executable(
+    step: TrainStep,
+    program: Program,
+    plan: OptimizerPlan,
+    seconds: dict[str, float],
+    recipe: Sequence[str],
+    batch: Any,
+    wishes: Wishes,
+) -> Compiled:
+    """The programs of a step whose updates wait for the next forward."""
+    check_can_wait(plan)
+    device, beside = device_of(step.model, step.loss_fn), step.options.updates == "beside_next_forward"
+    if beside and device.type != "cuda":
+        raise InputError(
+            f'updates="beside_next_forward" needs a second stream, which {device.type} has not; '
+            'compile with updates="in_next_forward"'
+        )
+    parts, laid = late_updates(program, beside), laid_by_step(program)
+    others = Wishes(forbid=wishes.forbid)  # what is asked of kernels is asked of the program that runs again and again
+    first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid)
+    found = {} if first.static is None else kept_strides(first.static.plan, parts.first.slots)
+    if found:
+        first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid | found)
+    laid |= found
+    update = made_ready(step, parts.update, plan, {}, recipe, batch, others, laid)
+    both = made_ready(step, parts.both, plan, seconds, recipe, batch, wishes, laid)
+    wishes.check(both.fusions)
+    for each in (first, update):
+        for name, spent in each.seconds.items():
+            both.seconds[name] = both.seconds.get(name, 0.0) + spent
+    parameters = [p for fqn, p in program.captured.parameters.items() if fqn in program.updated]
+    both.kept = first.kept = update.kept = make_room(parts.both.slots, laid, step.kept_arena, device)
+    first.hypers = both.hypers
+    whole = Compiled(program, plan, device, host_numbers(program, step.optimizer), both.key, {})
+    both.late = Late(whole, first, update, record(Subjects(counted=parameters)))
+    if device.type == "cuda":
+        both.long_way = None, "updates wait for the next forward"
+    return both
+
+
+def made_ready(
+    step: TrainStep,
+    program: Program,
+    plan: OptimizerPlan,
+    seconds: dict[str, float],
+    recipe: Sequence[str],
+    batch: Any,
+    wishes: Wishes,
+    laid: Mapping[tuple[Any, ...], tuple[int, ...]] | None = None,
+) -> Compiled:
+    """A program with its plan. laid: how arguments lie that the step lays out itself, if the program does not say."""
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
     numbers = host_numbers(program, step.optimizer)
-    refuse_overlap(program, step)
-
     choices = choices_of(step, device)
-    wishes = Wishes.among(step.options.recipe, step.options.force, step.options.forbid)
+    laid = laid_by_step(program) if laid is None else laid
 
     def plan_for(strides: list[Any]) -> Planned:
         return planned_function(program.function, device, numbers, strides, choices=choices, wishes=wishes)
@@ -340,13 +407,12 @@ def executable_of(
     static = None
     kernels = dict.fromkeys(("generate", "build", "measure"), 0.0) if choices is None else dict(choices.seconds)
     if step.options.level:
-        strides = argument_strides(program, step, batch)
+        strides = argument_strides(program, step, batch, laid)
         static = StaticStep(program.slots, numbers, device, strides, plan_for, step.arena)
         check_fits(static.plan, device)
-    wishes.check([] if static is None else [fusion for _, fusion in parts_of(static.planned)])
     spent = {} if choices is None else {k: v - kernels[k] for k, v in choices.seconds.items()}
     seconds = {**seconds, "plan": time.perf_counter() - start - sum(spent.values()), **spent}
-    return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static)
+    return Compiled(program, plan, device, numbers, program_key(step, plan), seconds, recipe, static, laid)
 
 
 def attentions_of(step: TrainStep, program: Program, device: torch.device) -> list[Decision]:
@@ -441,8 +507,13 @@ def share_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
     return False
 
 
-def argument_strides(program: Program, step: TrainStep, batch: Any) -> list[tuple[int, ...] | None]:
-    """How the arguments of a program lie in memory; None for row by row. State to come lies as its parameter does."""
+def argument_strides(
+    program: Program, step: TrainStep, batch: Any, laid: Mapping[tuple[Any, ...], tuple[int, ...]]
+) -> list[tuple[int, ...] | None]:
+    """How the arguments of a program lie in memory; None for row by row. State to come lies as its parameter does.
+
+    laid: those that the step lays out itself.
+    """
     captured = program.captured
     given = None if batch is None else flattened(batch)[0]
     buffers = named_state(step.model, step.loss_fn)[1]
@@ -464,9 +535,7 @@ def argument_strides(program: Program, step: TrainStep, batch: Any) -> list[tupl
             tensor = given[slot.source[1]] if dense else None
         fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == slot.type.shape
         found.append(tuple(tensor.stride()) if fits else None)
-    for index, strides in own_strides(program.function).items():
-        found[index] = strides
-    return found
+    return [laid.get(slot.source, strides) for slot, strides in zip(program.slots, found, strict=True)]
 
 
 def host_numbers(program: Program, optimizer: torch.optim.Optimizer) -> list[int]:

@@ -13,6 +13,7 @@ from .errors import InputError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHAPES = ("static", "bucket")
+UPDATES = ("in_step", "in_next_forward", "beside_next_forward")
 #: bytes in the units of a memory budget
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -38,6 +39,7 @@ class Options:
     skip_nonfinite: bool = False
     loss_scale: Scaling = Scaling()
     ema: float | None = None
+    updates: str = "in_step"
     shapes: str = "static"
     max_variants: int = 8
     pad: Mapping[str, float] | None = None
@@ -88,6 +90,7 @@ class Options:
             raise InputError(f"policy is the name of a policy that was registered, not {self.policy!r}")
         if self.policy is not None and not self.level:
             raise InputError(f"policy={self.policy!r} picks transformations, and level=0 takes none")
+        self._check_updates()
         self._check_clipping()
         self._check_scaling()
         if not is_count(self.accumulate):
@@ -110,6 +113,21 @@ class Options:
             raise InputError('pad maps names of the batch to the number they are padded with, such as {"labels": -100}')
         if self.pad and self.shapes != "bucket":
             raise InputError('pad= only has a meaning with shapes="bucket"')
+
+    @property
+    def late(self) -> bool:
+        """Whether a step leaves its update to the next one."""
+        return self.updates != "in_step"
+
+    def _check_updates(self) -> None:
+        if self.updates not in UPDATES:
+            hint = near(self.updates, UPDATES)
+            raise InputError(f"updates must be one of {', '.join(UPDATES)}, not {self.updates!r}{hint}")
+        if self.late and self.memory_budget is not None:
+            raise InputError(
+                f"updates={self.updates!r} keeps all gradients between steps, and memory_budget decides about a step "
+                'that does not: leave one of them out (updates="in_step" needs the least memory)'
+            )
 
     def _check_clipping(self) -> None:
         for name in ("clip_norm", "clip_value"):

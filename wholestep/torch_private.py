@@ -41,6 +41,15 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     return [getattr(h, "__name__", type(h).__name__) for h in found if not getattr(h, "of_wholestep", False)]
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside the block operators run as they are, whoever watches or replaces them outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def trace_with_fake_tensors(function: Any, kinds: list[tuple[Any, ...]]) -> torch.fx.GraphModule:
     """The ATen calls that `function(*tensors)` makes, without memory or arithmetic.
 

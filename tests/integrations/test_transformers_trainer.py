@@ -149,6 +149,21 @@ def test_no_clipping_and_options_of_compile(tmp_path):
     assert ours._last_step.verified and not curve(ours, "grad_norm")  # nothing needs the norm: it is not computed
 
 
+def test_updates_in_the_next_forward(tmp_path):
+    """Evaluation, checkpoints, micro-batches of other sizes and the end of training find the model up to date."""
+    changes = {
+        "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 8,
+        "gradient_accumulation_steps": 2, "data": texts(14),
+    }  # fmt: skip
+    theirs = trained(transformers.Trainer, tmp_path / "theirs", **changes)
+    late = {"options": {"updates": "in_next_forward"}}
+    ours = trained(CompiledTrainer, tmp_path / "ours", **changes, **late)
+    assert_same(ours, theirs, steps=8)
+    torch.testing.assert_close(curve(ours, "eval_loss"), curve(theirs, "eval_loss"), rtol=1e-4, atol=1e-5)
+    resume = str(tmp_path / "ours" / "checkpoint-4")
+    assert_same(trained(CompiledTrainer, tmp_path / "ours", resume=resume, **changes, **late), theirs, steps=8)
+
+
 def test_without_drop_last_a_smaller_batch(tmp_path):
     changes = {"max_steps": 6, "data": texts(10)}  # the last batch of an epoch has 2 samples
     ours, theirs = (trained(kind, tmp_path, **changes) for kind in (CompiledTrainer, transformers.Trainer))

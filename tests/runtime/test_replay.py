@@ -155,8 +155,12 @@ class Run:
             x, y = data(8, 4, seed=self.number), data(8, 2, seed=100 + self.number)
             x = x.t().contiguous().t() if strided else x
             self.results += self.step(**{"x": x, "y": y}) if self.named else self.step(x, y)
-            static = self.step._compiled.static
-            if static.graph is None:
+            self.capture()
+
+    def capture(self) -> None:
+        """What has run is a graph from now on."""
+        for static in [program.static for program in self.step._compiled.programs()]:
+            if static is not None and static.bound is not None and static.graph is None:
                 static.graph = Graphed(static.bound)
                 static.graph.graph, static.graph.kept, static.graph.kept_once = Graph(static.bound.run), (), ()
                 assert not static.bound.taken
@@ -215,6 +219,27 @@ def test_results_and_state_are_those_of_the_long_way():
     assert same(again, long) and len(set(map(float, again.results[::2]))) == again.step._own.counter == 20
     assert [float(s["step"]) for s in again.optimizer.state.values()] == [20] * 6
     assert "fill" not in again.driver.called  # counters on the device arrive with the numbers
+
+
+@pytest.mark.parametrize("like_a_gpu", ["host", "device"], indirect=True)
+def test_updates_that_wait_for_the_next_forward_go_the_long_way():
+    """Three graphs take turns on the same memory and the same counters, and come to what one graph comes to."""
+    late, long = Run(clip_norm=0.1, updates="in_next_forward"), Run(again=False, clip_norm=0.1)
+    for run in (late, long):
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.7)
+        for times in (4, 1, 3, 5):
+            run(times)
+            scheduler.step()
+            run.step.flush()
+            run.capture()
+        run.optimizer.param_groups[0]["lr"] = 0.02
+        run(2)
+        run.step.flush()
+    assert same(late, long) and late.step._again is None
+    both, first, update = list(late.step._compiled.programs())[:3]
+    assert all(p.static.replayed for p in (both, first, update))
+    assert [p.static.bindings for p in (both, first, update)] == [1, 2, 1]  # once more when there is optimizer state
+    assert [float(s["step"]) for s in late.optimizer.state.values()] == [15] * 6
 
 
 CHANGES: dict[str, Callable[[Run], Any]] = {

@@ -155,6 +155,8 @@ def plan_saved(content: dict[str, Any]) -> tuple[Planned, str]:
     notes.append("ATen runs every op" if choices is None else "kernels that were not timed on this machine are guessed")
     if not options.level:
         notes.append("though the reference executor runs the step")
+    if options.late:
+        notes.append("updates are counted in their own step, though they wait for the next forward")
     laid = own_strides(function)
     strides = [laid.get(i) for i in range(len(function.regions[0].block.arguments))]
     wishes = Wishes() if choices is None else Wishes.among(options.recipe, options.force, options.forbid)

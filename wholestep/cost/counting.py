@@ -279,6 +279,6 @@ def state_of(plan: Plan, kinds: Sequence[str]) -> tuple[int, int]:
         if result.argument < 0 or plan.buffers[result.argument].space == "host":
             continue
         kind, size = kinds[result.argument], plan.buffers[result.argument].type.bytes
-        read += size if kind in ("parameter", "optimizer_state", "ema") else 0
-        written += size if kind in ("parameter", "optimizer_state", "ema", "copy") else 0
+        read += size if kind in ("parameter", "optimizer_state", "ema", "kept") else 0
+        written += size if kind in ("parameter", "optimizer_state", "ema", "copy", "kept") else 0
     return read, written

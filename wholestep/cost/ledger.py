@@ -32,7 +32,7 @@ CAUSES = {
 KIND_CAUSES = {
     "parameter": "weights", "buffer": "weights", "copy": "weights", "optimizer_state": "optimizer state",
     "ema": "optimizer state", "scaler": "optimizer state", "hyper": "optimizer state", "fresh": "optimizer state",
-    "batch": "batch", "random_key": "batch", "constant": "workspace",
+    "kept": "gradients", "batch": "batch", "random_key": "batch", "constant": "workspace",
 }  # fmt: skip
 #: the ops of the fused bound
 ANCHORS = (Contract, ConvolutionLike, AttentionLike, Embedding, EmbeddingGrad)

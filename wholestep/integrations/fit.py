@@ -119,6 +119,7 @@ def fit(
             raise
         finally:
             run.fetch()
+            run.flush()
             run.call("on_fit_end")
     return run.state.history
 
@@ -185,7 +186,13 @@ class _Run:
                 self.scheduler.step(sum(losses) / len(losses))
             else:
                 self.scheduler.step()
+        self.flush()
         self.call("on_epoch_end")
+
+    def flush(self) -> None:
+        """The model with its last update, where that waits for the next forward."""
+        if isinstance(self.state.step, TrainStep):
+            self.state.step.flush()
 
     def fetch(self) -> None:
         """Brings the losses of the last steps to the host, all at once."""

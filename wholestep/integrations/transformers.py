@@ -44,7 +44,11 @@ class WholestepMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._held, self._step_state = [], None
         check_trainer(self)
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self._last_step is not None:
+                self._last_step.flush()
 
     def training_step(
         self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None

@@ -30,6 +30,7 @@ from ..ir.core import Op, Value
 from ..ir.dialect import OpDef
 from ..ir.hashing import structural_hash
 from ..ir.types import ScalarType, TensorType
+from ..transforms.late_updates import AHEAD
 from ..transforms.regions import Piece, body_of
 from .joins import Joins, Part, offsets_of, relaid
 
@@ -71,6 +72,7 @@ class Flat:
     )  # whether the launch may fail: for its batch, or for lack of memory
 
     arguments: int = 0
+    ahead: frozenset[int] = frozenset()  # arguments that may change though the rest of the step may still fail
     ready: dict[int, int] = field(default_factory=dict)  # value that a copy on another stream makes -> its wait
     after: dict[int, tuple[int, ...]] = field(default_factory=dict)  # value written in parts -> who writes those
     concats: dict[Op, Strides] = field(default_factory=dict)  # concatenations that are launches, and how they lie
@@ -223,6 +225,7 @@ class _Flattener:
             kind = HOST if i in on_host else ARGUMENT
             self.numbers[argument] = self.flat.value(kind, argument.type, given or row_major(argument.type.shape), -1)
         self.flat.arguments = len(block.arguments)
+        self.flat.ahead = frozenset(function.attributes.get(AHEAD, ()))
         absorbed = self.absorption.casts
         described = function.attributes.get("res_attrs") or [{} for _ in block.last.operands]
         donated = zip(block.last.operands, [words.get("step.donates", -1) for words in described], strict=True)

@@ -46,7 +46,7 @@ def build_graph(flat: Flat, alignment: int, whole_updates: bool = False) -> Grap
     barrier = max([i for i in range(launches) if early[i]], default=-1)
     for value, argument in flat.results:
         count[root[value]] += FOREVER
-        if made_by[value] <= barrier:
+        if made_by[value] <= barrier and argument not in flat.ahead:
             continue  # the step may still fail, and must leave the state as it was
         if argument >= 0 and can_replace(flat, value, argument) and target[value] < 0 and replaced_by[argument] < 0:
             target[value], replaced_by[argument] = argument, value

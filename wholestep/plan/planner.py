@@ -27,8 +27,10 @@ from ..transforms.batch import WAIT, Batches, batch, unbatch
 from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
 from ..transforms.fusion_wishes import Wishes
+from ..transforms.late_updates import BESIDE, KEPT
 from ..transforms.regions import Bodies, Piece, body_of
 from ..transforms.side_updates import runs_beside
+from .ahead import ahead_launches, before_use, beside_forward
 from .aliases import Assignment, assign
 from .joined import Joined
 from .joins import Joins, held_back
@@ -46,7 +48,9 @@ ALIGNMENT = {"cpu": 64, "cuda": 256}
 ATTEMPTS, MOST = 6, 100
 #: marks concatenations that are to be in place while ops become kernels
 HELD = "plan.held"
-_LIFETIMES = {"parameter": "param", "optimizer_state": "opt_state", "batch": "batch", "constant": "constant"}
+_LIFETIMES = {
+    "parameter": "param", "optimizer_state": "opt_state", KEPT: "grad", "batch": "batch", "constant": "constant",
+}  # fmt: skip
 _NUMBERS = ("hyper", "fresh", "random_key")
 _EARLY, _LATE, _END = ("forward", "loss"), ("backward", "clip", "update"), ("clip", "update")
 
@@ -295,14 +299,17 @@ class _Streams:
         self.copies, self.hurry = any(flat.stream), planner.reorder
         self.slowdown = link_slowdown(planner.device.type) if self.copies else 1.0
         self.waits: dict[int, int] = {}
-        if not runs_beside(function):
+        #: updates of the step before
+        self.ahead = ahead_launches(flat)
+        beside = bool(self.ahead) and BESIDE in function.attributes
+        if not beside and not runs_beside(function):
             return
         if planner.whole_updates:
             raise InputError(
                 "side-updates runs updates beside backward on a second stream of a GPU; on a CPU nothing changes "
                 "before the whole step has been computed. Leave it out of force= and of the recipe here"
             )
-        side = side_launches(flat, list(function.regions[0].block))
+        side = self.ahead if beside else side_launches(flat, list(function.regions[0].block))
         self.waits = add_waits(flat, side)
         self.graph = build_graph(flat, planner.alignment)
         for each in (self.graph, self.without_waits):
@@ -313,6 +320,11 @@ class _Streams:
         if self.copies:
             order = overlapped(self.flat, self.without_waits, order, self.slowdown)
             found = assign(self.without_waits, order)
+        if self.ahead and self.waits:
+            order = beside_forward(self.flat, self.without_waits, order, self.ahead, self.waits)
+            return order, assign(self.graph, order)
+        if self.ahead:
+            return before_use(self.flat, self.graph, order, found, self.ahead)
         if self.waits:
             if self.hurry:
                 order = hurried(self.flat, self.without_waits, order, list(self.waits))

@@ -311,6 +311,13 @@ class BoundPlan:
         if self.first:
             self.settle()
 
+    def run_after(self, position: int, wanted: Callable[[Launch], bool]) -> None:
+        """Runs the launches after a position that are wanted."""
+        with torch.no_grad():
+            for (call, args, kwargs), at in zip(self.calls, self.origin, strict=True):
+                if at > position and wanted(self.plan.launches[at]):
+                    call(*args, **kwargs)
+
     def settle(self) -> None:
         """After the first step: calls that wrote where they were told to are watched no more, and none is counted."""
         self.calls = [(settled(call), args, kwargs) for call, args, kwargs in self.calls]

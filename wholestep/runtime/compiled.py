@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,23 @@ from ..dialects.step import torch_dtype
 from ..plan.planner import Planned
 from ..training.build import Program
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.fuse import Fusion
 from ..transforms.layout import own_strides
 from ..transforms.layout_prices import Timing
 from .counters import Counters
 from .executor import Executable
+from .fusions import parts_of
 from .static import StaticStep
 from .unchanged import Snapshot
 
 if TYPE_CHECKING:
+    from .late import Late
     from .replay import Replay
+
+
+def laid_by_step(program: Program) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    """Strides of what a step lays out itself, by the source of its slot."""
+    return {program.slots[i].source: s for i, s in own_strides(program.function).items()}
 
 
 class Compiled:
@@ -38,6 +46,7 @@ class Compiled:
         seconds: dict[str, float],
         recipe: Sequence[str] = (),
         static: StaticStep | None = None,
+        laid: Mapping[tuple[Any, ...], tuple[int, ...]] | None = None,
     ):
         self.program, self.plan, self.device, self.key, self.seconds = program, plan, device, key, seconds
         #: arguments that are single numbers on the host
@@ -50,7 +59,7 @@ class Compiled:
         self.recipe = list(recipe)
         self.batch_slots = [s for s in program.slots if s.kind == "batch"]
         #: strides of what the step lays out itself, by the source of its slot
-        self.laid = {program.slots[i].source: s for i, s in own_strides(program.function).items()}
+        self.laid = laid_by_step(program) if laid is None else dict(laid)
         #: numbers of the results that are not new state, what they are, and which of them are the user's
         self.returned = [i for i, r in enumerate(program.results) if r.slot is None]
         self.kinds = [program.results[i].kind for i in self.returned]
@@ -75,6 +84,11 @@ class Compiled:
         #: how images were laid out and by what, and what could not be timed for that, with the reason
         self.layouts = Timing()
         self.untimed: dict[str, str] = {}
+        #: hyper-parameters that the optimizer's groups hold
+        self.hypers = {s.source[2] for s in program.slots if s.kind == "hyper" and s.source[0] == "group"}
+        #: where updates wait for the next forward: the other programs, and what all of them keep between steps
+        self.late: Late | None = None
+        self.kept: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counters: Counters | None = None
         #: what does a step again by one call, once it has run as a graph; else the graph that it cannot do, and why not
         self.again: Replay | None = None
@@ -85,10 +99,26 @@ class Compiled:
         """The plan with what was fused for it; None where the reference executor runs the program."""
         return None if self.static is None else self.static.planned
 
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the next forward."""
+        return bool(self.kept)
+
+    def programs(self) -> Iterator[Compiled]:
+        """This program and those that take turns with it."""
+        yield self
+        if self.late is not None:
+            yield from (self.late.first, self.late.update, self.late.whole)
+
+    @property
+    def fusions(self) -> list[Fusion]:
+        """What was fused in each function of the program."""
+        return [] if self.static is None else [fusion for _, fusion in parts_of(self.static.planned)]
+
     def put_numbers(self, values: list[Any]) -> bool:
         """Puts the numbers of a step that is not the first into the values of its plan: see `Counters.put`."""
         assert self.counters is not None and self.snapshot is not None
-        agree = self.counters.put(values, self.snapshot.same_groups)
+        agree = self.counters.put(values, self.snapshot.same_groups and not self.waits)
         if not self.snapshot.same_groups:
             self.snapshot.keep_groups()
         return agree

@@ -36,7 +36,9 @@ class Counters:
         stands_for: Mapping[int, int],
         pack: torch.Tensor | bool,
     ):
-        self.plan, self.ema_weight, self.stands_for = plan, ema_weight, stands_for
+        #: gives hyper-parameters
+        self.read: Callable[[Slot], Any] = plan.read
+        self.ema_weight, self.stands_for = ema_weight, stands_for
         results = {r.slot.source: b for r, b in zip(program.results, buffers, strict=True) if r.slot is not None}
         self.hypers: list[tuple[int, Slot]] = []
         #: numbers that stay as they are once the first step is over
@@ -119,7 +121,7 @@ class Counters:
             if slot.source == ("ema_weight",):
                 values[index] = self.ema_weight()
             elif not same_groups:
-                values[index] = float(self.plan.read(slot))
+                values[index] = float(self.read(slot))
 
     def write(self, values: Sequence[Any], alike: bool = False) -> None:
         """Puts the new numbers, by buffer, into the counters. `alike`: all counters were one number before."""

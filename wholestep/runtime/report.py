@@ -63,6 +63,9 @@ class Report:
     #: the transformations that were applied, as `step.recipe` has them, and what was done for a memory budget
     recipe: list[str] = field(default_factory=list, repr=False)
     budget: BudgetReport | None = None
+    #: when updates are done, and whether one is waiting
+    updates: str = "in_step"
+    waiting: bool = False
     #: how the step runs, and the memory its plan gives it
     execution: dict[str, Any] = field(default_factory=dict)
     #: who runs what share of launches, bytes and time
@@ -95,7 +98,7 @@ class Report:
         lines.append("program                ops")
         lines += [f"  {phase:<16} {count:>7}" for phase, count in self.ops.items() if count]
         lines.append(f"  {'in all':<16} {sum(self.ops.values()):>7}")
-        lines.append(f"{self.optimizer} updates {self.parameters} parameters in the program")
+        lines.append(f"{self.optimizer} updates {self.parameters} parameters in the program{self._updates_text()}")
         if self.untouched:
             shown = ", ".join(self.untouched[:5]) + (", ..." if len(self.untouched) > 5 else "")
             lines.append(f"no gradient reaches {len(self.untouched)} parameters, which stay as they are: {shown}")
@@ -153,9 +156,15 @@ class Report:
     def _budget_text(self) -> str:
         return "" if self.budget is None else str(self.budget)
 
+    def _updates_text(self) -> str:
+        """When updates are done, where that is not in their own step."""
+        if self.updates == "in_step":
+            return ""
+        return f", {self.updates.replace('_', ' the ', 1).replace('_', ' ')}" + ("; one waits for it" * self.waiting)
+
     def _state_lines(self) -> list[str]:
         lines = ["state                 size"]
-        lines += [f"  {name:<22} {size_text(size):>9}" for name, size in self.state.items() if size]
+        lines += [f"  {name:<23} {size_text(size):>9}" for name, size in self.state.items() if size]
         if self.skipped is not None:
             scale = "" if self.loss_scale is None else f"; the loss scale is {self.loss_scale:g}"
             lines.append(f"{self.skipped} updates were skipped for gradients that are not finite{scale}")
@@ -279,6 +288,8 @@ def report_of(step: Any, eager: bool = True) -> Report:
         title=type(step.model).__name__,
         recipe=step.recipe,
         budget=step.budget,
+        updates=step.options.updates,
+        waiting=step._waiting is not None,
         execution=execution_of(compiled),
         skipped=None if skipped is None else int(skipped),
         loss_scale=None if scale is None else float(scale),
@@ -392,6 +403,7 @@ def state_sizes(step: Any) -> dict[str, int]:
         "optimizer state": size_of(v for v in states if isinstance(v, torch.Tensor)),
         "low-precision copies": size_of(t for source, t in own.items() if source[0] == "copy"),
         "averages": size_of(t for source, t in own.items() if source[0] == "ema"),
+        "gradients between steps": size_of(step._compiled.kept.values()),
     }
 
 

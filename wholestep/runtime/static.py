@@ -19,8 +19,10 @@ from ..errors import MemoryBudgetError
 from ..ir.collector import collector_paused
 from ..machine.describe import memory_bytes
 from ..plan import Plan
+from ..plan.plan import Launch
 from ..plan.planner import Planned
 from ..torch_private import foreach_copy
+from ..transforms.late_updates import AHEAD, KEPT
 from .allocated import Allocated
 from .bound import BoundPlan
 from .cells import Cells
@@ -162,7 +164,7 @@ class StaticStep:
         if self.on_host:
             for fixed, (_, source) in zip(self.fixed, self.batch, strict=True):
                 fixed.copy_(batch[source])
-        else:
+        elif self.fixed:
             foreach_copy(self.fixed, [batch[source] for _, source in self.batch])
         self.alike = bound.fill_in(key, put(bound.values))
         self.replayed = self.ranges is None and self.graph is not None and self.graph.replay(self.alike)
@@ -180,7 +182,10 @@ class StaticStep:
         return bound
 
     def written_before(self, error: BaseException) -> str:
-        """The first argument that the failed step had changed already; "" where it found everything as it was."""
+        """The first argument that the failed step had changed already; "" where it found everything as it was.
+
+        What is kept for an update does not count: a step that fails makes none.
+        """
         bound = self.bound
         position = getattr(error, "launch_position", None)
         if bound is None or position is None:
@@ -188,8 +193,31 @@ class StaticStep:
         for launch in self.plan.launches[:position]:
             for number in launch.writes:
                 if number >= 0 and self.plan.buffers[number].space == "external":
-                    return self.slots[self.plan.owner(number)].name
+                    slot = self.slots[self.plan.owner(number)]
+                    if slot.kind != KEPT:
+                        return slot.name
         return ""
+
+    def completed(self, error: BaseException) -> bool:
+        """After a step failed that does the update of the step before: does what is left of that update.
+
+        False where the step had not begun, where the update itself failed, or where more has changed than that.
+        """
+        position = getattr(error, "launch_position", None)
+        if self.bound is None or position is None:
+            return False
+        ahead = set(self.planned.function.attributes.get(AHEAD, ()))
+        launches, owner = self.plan.launches, self.plan.owner
+
+        def updates(launch: Launch) -> bool:
+            return launch.phase == "update" and (launch.op >= 0 or owner(launch.writes[0]) in ahead)
+
+        changed = [n for x in launches[:position] for n in x.writes if n >= 0]
+        others = [n for n in changed if self.plan.buffers[n].space == "external" and owner(n) not in ahead]
+        if updates(launches[position]) or others:
+            return False
+        self.bound.run_after(position, updates)
+        return True
 
 
 def check_fits(plan: Plan, device: torch.device, total: int | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 import weakref
 from collections import OrderedDict
@@ -32,17 +33,21 @@ from ..errors import InputError, WholestepError
 from ..ir.core import Op
 from ..options import Options
 from ..plan import Plan, plan_function
-from ..torch_private import foreach_copy, mark_optimizer_called, profiled
+from ..torch_private import foreach_copy, mark_optimizer_called, profiled, without_modes
 from ..training.build import sizes
 from ..training.optimizer_plan import OptimizerPlan
+from ..transforms.late_updates import KEPT
 from ..transforms.layout_prices import timed_by
 from ..transforms.opportunity import Opportunity, opportunities, sites
 from . import fusions, own_state
 from .batches import as_compiled, check_structure, check_tensor, flattened, form_of, shape_message, signature
+from .bound import BoundPlan
 from .checkpoint import check_checkpoint
 from .compiled import Compiled
 from .counters import Counters
 from .cuda_graph import Graphed
+from .late import Promised
+from .late import hook as hook_flush
 from .own_state import EagerStepNotice, News, OwnState
 from .padding import Cut, Padding, cut_back
 from .predicted import predicted
@@ -54,6 +59,9 @@ from .signals import Uninterrupted
 from .static import Arena, StaticStep, Unfit
 from .unchanged import Snapshot
 from .verification import compare_with_eager
+
+#: the steps of each model
+STEPS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[TrainStep]] = weakref.WeakKeyDictionary()
 
 
 class TrainStep:
@@ -98,6 +106,12 @@ class TrainStep:
         self._again: Replay | None = None
         self._notice: Any = None
         self._holds_averages = False
+        #: the program whose update waits for the next forward, what it will be done with, and memory for what it reads
+        self._waiting: Compiled | None = None
+        self._promised = Promised()
+        self.kept_arena = Arena()
+        #: all steps of the model, this one among them
+        self._peers: weakref.WeakSet[TrainStep] = weakref.WeakSet()
         if compile_now:
             self._variant(self._fill(example_batch)[0])
 
@@ -145,6 +159,8 @@ class TrainStep:
     def report(self, format: str | None = None) -> Report | str:
         """What was compiled, what it moves and how it runs: `str()` is a table; format="json" or "html" gives text."""
         with self._lock:
+            if self._compiled.skips:
+                self.flush()  # the loss scale and how many updates were skipped are state, too
             return report_of(self) if format is None else report_of(self).rendered(format)
 
     def plan(self) -> Plan:
@@ -159,7 +175,9 @@ class TrainStep:
         """One step, launch by launch, each in a range `ws:<its number in step.plan()>` that profilers of a GPU show."""
         with self._lock:
             given, _ = self._fill(as_compiled(self.example_batch, batch, named))
-            static = self._variant(given)[0].static
+            compiled = self._variant(given)[0]
+            self._leave(compiled)
+            static = self._turn(compiled).static
             if static is None:
                 raise InputError("this step has no plan to annotate: it runs through the reference executor")
             nvtx = torch.cuda.nvtx
@@ -206,6 +224,17 @@ class TrainStep:
         """The transformations that were applied, in order: `ws.compile(..., recipe=step.recipe)` does them again."""
         return [*self._compiled.recipe, *fusions.recipe_of(self._compiled.planned)]
 
+    def flush(self) -> None:
+        """Brings parameters and optimizer state up to date where updates wait for the next forward; else does nothing.
+
+        Calls of the model, state dicts, loading them and eager optimizer steps do so by themselves. Call it before
+        reading or writing parameters or optimizer state in any other way.
+        """
+        if self._waiting is None:
+            return
+        with self._lock, torch.inference_mode(False), without_modes():  # it may be asked for while somebody traces
+            self._flush()
+
     def refresh(self) -> None:
         """Call it after changing parameters through `.data`: their low-precision copies are made again."""
         self._own.refresh()
@@ -219,7 +248,8 @@ class TrainStep:
                     "the model's modes, its frozen layers or the optimizer's groups have changed since the last step; "
                     "run a step, then save"
                 )
-            programs = [c.program for c in self._variants.values() if c.key == latest.key]
+            same = [c for c in self._variants.values() if c.key == latest.key]
+            programs = [c.program if c.late is None else c.late.whole.program for c in same]
             assert self.optimizer_plan is not None
             decisions = [{"name": key} for key in latest.recipe]
             options = self.options.to_json()
@@ -230,6 +260,7 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, random state, and loss scale and averages where there are any, as plain state dicts."""
         with self._lock:
+            self.flush()
             return {
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
@@ -239,18 +270,20 @@ class TrainStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave; a checkpoint that does not fit changes nothing."""
         with self._lock:
+            self.flush()
             parameters = self._parameters()
             check_checkpoint(state, self.model, self.optimizer)
             self._own.check(state, parameters)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would train on the given tensors
             self._own.load(state, parameters)
-            for compiled in self._variants.values():
-                compiled.snapshot = None  # averages and the loss scale are other tensors now
+            for program in [p for compiled in self._variants.values() for p in compiled.programs()]:
+                program.snapshot = None  # averages and the loss scale are other tensors now
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict with the averaged parameters in it."""
         with self._lock:
+            self.flush()
             averages = self._averages()
             found = self.model.state_dict(keep_vars=True)
             return {k: averages.get(id(v), v).detach().clone() for k, v in found.items()}
@@ -259,6 +292,7 @@ class TrainStep:
     def averaged(self) -> Iterator[nn.Module]:
         """Inside the block the model holds the averages: `with step.averaged() as model: evaluate(model)`."""
         with self._lock, torch.no_grad():
+            self.flush()
             averages = self._averages()
             pairs = [(p, averages[id(p)], p.detach().clone()) for p in self._parameters().values() if id(p) in averages]
             outer, self._holds_averages = self._holds_averages, True
@@ -283,6 +317,10 @@ class TrainStep:
             "dataset or collate_fn); keep it in the training process, and checkpoint step.state_dict()"
         )
 
+    def __del__(self) -> None:
+        if getattr(self, "_waiting", None) is not None and not sys.is_finalizing():
+            self.flush()
+
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
     @property
@@ -292,7 +330,13 @@ class TrainStep:
 
     def adopt(self, compiled: Compiled) -> Compiled:
         """Takes a compiled program in; beyond `max_variants` the least recently used one goes."""
-        compiled.buffers = buffer_homes(self.model, self.loss_fn)
+        for program in compiled.programs():
+            program.buffers = buffer_homes(self.model, self.loss_fn)
+        if self.optimizer_plan is None:
+            self._peers = STEPS.setdefault(self.model, self._peers)
+            self._peers.add(self)
+            if self.options.late:
+                hook_flush(self)
         self.optimizer_plan = compiled.plan
         if compiled.program.policy.low is not None and self._notice is None:
             self._notice = self.optimizer.register_step_post_hook(EagerStepNotice(self._own))
@@ -305,6 +349,7 @@ class TrainStep:
 
     def _compile(self, batch: Any) -> Compiled:
         refuse_autocast("compiled")
+        self.flush()
         with keep_random_state(), torch.inference_mode(False):
             compiled = self._recompile(self, batch)
         self.compilations += 1
@@ -384,15 +429,24 @@ class TrainStep:
 
     def _long_way(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A step of which something may have changed since the last one."""
-        again, self._again, cut = self._again, None, None
-        if again is not None:
-            again.settle()
+        self._go_the_long_way()
+        cut = None
+        if len(self._peers) > 1:
+            for peer in self._peers:
+                if peer is not self:
+                    peer.flush()
         warm = self._warm(batch, named)
         if warm is None:
             given, cut = self._fill(as_compiled(self.example_batch, batch, named))
             warm = self._variant(given)
             self._verify(*warm, given)
         return self._run(*warm, cut)
+
+    def _go_the_long_way(self) -> None:
+        """The next step is not done again by one call."""
+        again, self._again = self._again, None
+        if again is not None:
+            again.settle()
 
     def _fill(self, batch: Any) -> tuple[Any, Cut | None]:
         """The batch padded to its bucket, where that is wanted and exact."""
@@ -406,6 +460,8 @@ class TrainStep:
         """Compares the first step with an eager one, where the user wants that."""
         if not self.options.verify or self.verified is not None:
             return
+        if compiled.late is not None:
+            compiled = compiled.late.whole
         program = compiled.program
         inputs = [self._fetch(slot, compiled, batch, {}) for slot in program.slots]
         outputs = compiled.executable([t.detach() for t in inputs])
@@ -413,19 +469,79 @@ class TrainStep:
         self.verified = True
 
     def _run(self, compiled: Compiled, batch: list[torch.Tensor], cut: Cut | None) -> Any:
-        program = compiled.program
+        self._leave(compiled)
         with self._uninterrupted, torch.no_grad():
-            if compiled.static is not None:
-                found = self._run_planned(compiled, compiled.static, batch)
-            if compiled.static is None:
-                found = self._run_reference(compiled, batch)
-            compiled.plan.finish(program.updated)
+            runs = self._turn(compiled)
+            found = self._executed(runs, batch)
+            if runs is compiled:
+                self._updated(compiled)
+            if compiled.late is not None:
+                self._waiting = compiled
+                self._promised.keep(compiled)
+                compiled.late.written.keep()
+                for peer in self._peers:
+                    peer._go_the_long_way()  # and flushes this one first
             mark_optimizer_called(self.optimizer)
             self._own.counter += 1
-            if self.options.ema is not None:
-                self._own.average_the_rest(program.slots, program.captured.parameters)
-                self._own.averaged += 1
-        return self._handed_over(compiled, found, cut)
+        return self._handed_over(runs, found, cut)
+
+    def _executed(self, compiled: Compiled, batch: list[torch.Tensor]) -> list[Any]:
+        """Runs a program, from its plan or by the reference executor."""
+        if compiled.static is not None:
+            found = self._run_planned(compiled, compiled.static, batch)
+        if compiled.static is None:
+            found = self._run_reference(compiled, batch)
+        return found
+
+    def _updated(self, compiled: Compiled) -> None:
+        """After an update: what the host counts of it."""
+        program = compiled.program
+        compiled.plan.finish(program.updated)
+        if self.options.ema is not None:
+            self._own.average_the_rest(program.slots, program.captured.parameters)
+            self._own.averaged += 1
+
+    # ---- updates that wait for the next forward ----------------------------------------------------------------------
+
+    def _turn(self, compiled: Compiled) -> Compiled:
+        """The program that the next step runs: without an update where none is waiting."""
+        if compiled.late is None or self._waiting is not None:
+            return compiled
+        return still_bound(compiled.late.first)
+
+    def _leave(self, compiled: Compiled) -> None:
+        """Before a step of a program: an update of another one does not wait any longer."""
+        if self._waiting is None:
+            return
+        if self._waiting is not compiled:
+            self.flush()
+        elif compiled.late is not None and not compiled.late.written.same():
+            raise InputError(
+                "a parameter was written since the last step, whose update waits for the next forward and would be "
+                "made of the new value; call step.flush() before writing parameters (now, to go on all the same)"
+            )
+
+    def _done_with(self) -> None:
+        """No update waits any longer."""
+        self._waiting = None
+        self._promised.numbers.clear()
+
+    def _flush(self) -> None:
+        """Does the update that waits."""
+        if self._waiting is None or self._waiting.late is None:
+            return
+        update = still_bound(self._waiting.late.update)
+        for name, parameter in self._parameters().items():
+            if parameter.device != update.device:
+                self._done_with()
+                raise InputError(
+                    f"{name} was moved from {update.device} to {parameter.device} while its update waited for the next "
+                    "forward, so that update is lost; call step.flush() before moving the model"
+                )
+        with self._uninterrupted, torch.no_grad():
+            self._executed(update, [])
+            self._updated(update)
+            self._done_with()
 
     def _handed_over(self, compiled: Compiled, found: list[Any], cut: Cut | None) -> Any:
         """The results of a step as the user gets them."""
@@ -474,6 +590,13 @@ class TrainStep:
         try:
             bound = static(batch, put, (own.seed, own.counter, 0))
         except BaseException as error:
+            if compiled.late is not None and static.completed(error):
+                assert static.bound is not None
+                self._settle(compiled, static, static.bound)
+                self._updated(compiled)
+                self._done_with()  # the model is as after the step before, with its update
+                compiled.snapshot = None
+                raise
             written = static.written_before(error)
             compiled.snapshot = None
             if written:
@@ -487,6 +610,14 @@ class TrainStep:
                 if not self.optimizer.state[parameter]:
                     del self.optimizer.state[parameter]
             raise
+        self._settle(compiled, static, bound)
+        if static.replayed and static.alike and self._padding is None and not compiled.waits:
+            self._again = self._repeatable(compiled, static)
+        return [v.clone() for v in bound.outputs(compiled.returned, static.alike)]
+
+    def _settle(self, compiled: Compiled, static: StaticStep, bound: BoundPlan) -> None:
+        """After a planned step: counters get their new numbers, and what was bound is written down."""
+        program, own = compiled.program, self._own
         if compiled.snapshot is None:
             pack = compiled.device.type == "cuda" and bound.cells.room
             buffers = [r.buffer for r in static.plan.results]
@@ -500,17 +631,15 @@ class TrainStep:
                 bound.numbers.stands_for,
                 pack,
             )
+            if compiled.waits:
+                compiled.counters.read = partial(self._promised.read, compiled.plan)
         counters = compiled.counters
         assert counters is not None
         counters.write(bound.values, static.alike)
         if compiled.snapshot is None:
             roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-            hypers = {slot.source[2] for _, slot in counters.hypers if slot.source[0] == "group"}
-            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, hypers)
-        own.after_step(program.slots, parameters, static.replayed)
-        if static.replayed and static.alike and self._padding is None:
-            self._again = self._repeatable(compiled, static)
-        return [v.clone() for v in bound.outputs(compiled.returned, static.alike)]
+            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, compiled.hypers)
+        own.after_step(program.slots, program.captured.parameters, static.replayed)
 
     def _repeatable(self, compiled: Compiled, static: StaticStep) -> Replay | None:
         """What does the step that has just run as a graph again by one call."""
@@ -577,6 +706,8 @@ class TrainStep:
             return captured.constants[source[1]]
         if kind == "random_key":
             return self._own.key()
+        if kind == KEPT:
+            return compiled.kept[source]
         if kind in own_state.KINDS:
             return self._own.fetch(slot, captured.parameters, compiled.device, compiled.laid.get(source))
         if source == ("ema_weight",):
@@ -590,7 +721,7 @@ class TrainStep:
                 value = created[fqn].get(key)
             if value is not None:
                 return self._state_tensor(slot, value, compiled, created)
-        return self._as_tensor(slot, compiled.plan.read(slot))
+        return self._as_tensor(slot, self._promised.read(compiled.plan, slot))
 
     def _state_tensor(self, slot: Slot, value: Any, compiled: Compiled, created: dict[str, Any]) -> torch.Tensor:
         """Optimizer state as the program wants it. A counter that the program may hold back moves to its device."""
@@ -653,6 +784,13 @@ class TrainStep:
             for source, tensor in self._own.tensors.items()
             if source[0] == "ema" and source[1] in parameters
         }
+
+
+def still_bound(compiled: Compiled) -> Compiled:
+    """A program that takes turns with others: it is bound again where something has changed since its last turn."""
+    if compiled.snapshot is not None and not compiled.snapshot.holds():
+        compiled.snapshot = None
+    return compiled
 
 
 def put_first(numbers: dict[int, float], values: list[Any]) -> bool:

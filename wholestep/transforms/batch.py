@@ -18,6 +18,7 @@ from ..ir.attributes import Symbol, attribute_text
 from ..ir.builtin import add_function, finish_function, functions, lookup
 from ..ir.core import Builder, Location, Op, Value
 from .fuse import Fusion
+from .late_updates import AHEAD
 from .regions import base, is_view
 
 #: phases whose kernels are batched: nothing but the end of the step waits for them
@@ -102,15 +103,15 @@ class Batcher:
     def run(self) -> Batches:
         kinds: dict[str, str] = {}
         members: list[tuple[str, Member]] = []
-        early = self.earliest()
+        early, apart = self.earliest(), AHEAD in self.function.attributes
         for op in self.block:
             if op.definition is not Fused or op.phase not in PHASES:
                 continue
             name = op.callee.name
             if name not in kinds:
                 kinds[name] = work(lookup(self.root, op.callee))
-            if kinds[name]:
-                members.append((kinds[name], self.member(op, early[op])))
+            if kinds[name]:  # updates of the step before have nothing to do with the gradients of this one
+                members.append((f"{op.phase if apart else ''} {kinds[name]}", self.member(op, early[op])))
         self.used = {f.attributes["sym_name"] for f in functions(self.root)}
         for group in self.groups(sorted(members, key=lambda m: m[1].ready)):
             if len(group.members) > 1:

@@ -534,6 +534,8 @@ class Fuser:
         nobody else waits for it, so that a narrow gradient is kept instead of a wide one."""
         piece = piece_of(a.members, self.position)
         half = max(map(self.half, b.members))
+        if half < max(map(self.half, a.members)):
+            return False  # an update of the step before, which forward reads
         others = {u for v in piece.outputs for u in readers_of(v) if u not in b.members}
         if any(half < UPDATE or self.half(u) != half for u in others) or any(op.name not in CHEAP for op in a.members):
             return False
