@@ -51,6 +51,8 @@ PATIENCE = {"cuda": 2.0, "cpu": 5.0}
 #: bytes that are copied to see how fast memory is where no description says so, and as fast as it is taken for if that
 #: fails; seconds that one more kernel takes
 COPIED, BANDWIDTH, LAUNCH = 1 << 26, 4.2e12, 1.1e-6
+#: seconds that one op is timed for on a CPU
+BRIEFLY = 0.01
 #: the share of a host's memory that tensors may take
 SHARE = 0.25
 
@@ -232,7 +234,7 @@ class LayoutClock:
             return on_gpu(call, self.device, to_beat, self.stream)
         start = time.perf_counter()
         call()  # a first call makes what later ones find
-        return on_cpu(call, to_beat, time.perf_counter() - start)
+        return on_cpu(call, to_beat, time.perf_counter() - start, BRIEFLY)
 
     @cached_property
     def stream(self) -> torch.cuda.Stream | None:

@@ -30,12 +30,14 @@ BUSY = 5.0
 Call = Callable[[], object]
 
 
-def on_cpu(call: Call, to_beat: float = math.inf, before: float = 0.0) -> float:
-    """before: seconds that it took when it was called last: where that is long and clearly too slow it is enough."""
+def on_cpu(call: Call, to_beat: float = math.inf, before: float = 0.0, patience: float | None = None) -> float:
+    """before: seconds that it took when it was called last: where that is long and clearly too slow it is enough.
+    patience: seconds that timing may take, if it is not `PATIENCE`."""
     clock, best, near, calls = time.perf_counter, math.inf, list[float](), 0
-    if before > max(CLEARLY * to_beat, PATIENCE):
+    patience = PATIENCE if patience is None else patience
+    if before > max(CLEARLY * to_beat, patience):
         return before
-    end = clock() + PATIENCE
+    end = clock() + patience
     while True:
         start = clock()
         call()

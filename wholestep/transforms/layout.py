@@ -19,7 +19,7 @@ from ..dialects.strides import Strides, reshaped, strides_in
 from ..ir.builtin import functions
 from ..ir.core import Op, Value
 from .flow import UNBOUNDED, Network
-from .layout_prices import Costed, Move, Prices, Verdict, case_of, is_whole_copy, timing_now
+from .layout_prices import HIGHEST, Costed, Move, Prices, Verdict, case_of, is_whole_copy, timing_now
 from .layout_rules import (
     FOLLOW_AS_LOOPS,
     FOLLOW_IMAGES,
@@ -301,11 +301,13 @@ class Decision:
 
     def heaviest(self, ops: Sequence[Costed]) -> list[Costed]:
         """One of each kind of op, for the share of kinds that weighs most."""
-        weight: dict[str, int] = {}
+        weight: dict[str, tuple[int, int]] = {}  # where the machine's limits are not known, operations count
         for costed in ops:
-            weight[costed.case] = weight.get(costed.case, 0) + self.prices.weight(costed)
+            so_far, flops = weight.get(costed.case, (0, 0)), costed.op.definition.flops(costed.op)  # type: ignore[attr-defined]
+            weight[costed.case] = so_far[0] + self.prices.weight(costed), so_far[1] + flops
         first = {c.case: c for c in reversed(ops)}
-        ranked = sorted(weight, key=lambda case: -weight[case])
+        known = max(w for w, _ in weight.values()) < HIGHEST
+        ranked = sorted(weight, key=lambda case: weight[case][0 if known else 1], reverse=True)
         return [first[case] for case in ranked[: int(AT_ONCE * len(ranked)) + 1]]
 
     # ---- the answer --------------------------------------------------------------------------------------------------
