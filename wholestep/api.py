@@ -67,7 +67,6 @@ from .transforms import (  # noqa: F401  (they register)
 from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.late_updates import late_updates
-from .transforms.layout import own_strides
 from .transforms.layout_prices import Timing, timed_by
 from .transforms.layout_rules import is_convolution
 from .transforms.opportunity import do_nothing, meant, policy_named, possible, take, transform, whatever
