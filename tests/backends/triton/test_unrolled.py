@@ -143,6 +143,26 @@ def gated() -> Case:
     return [(70, WIDTH), (96, WIDTH)], build, formula
 
 
+def turned_back(of_weight: bool) -> Case:
+    """The gradient of rotary positions on the way into products: of their input, and of their weight."""
+
+    def build(b: Any, d: Any, other: Any, cos: Any, sin: Any) -> Any:
+        wide = b.cast_to(d, F32)
+        scaled = b.mul(wide, sin)
+        low, high = (b.slice(scaled, dim=3, start=at, end=at + 8) for at in (0, 8))
+        d = b.cast_to(b.add(b.mul(wide, cos), b.concat([high, b.neg(low)], dim=3)), d.type.element)
+        d = b.reshape(b.transpose(d, order=(0, 2, 1, 3)), shape=(2, 21, 48))
+        return b.contract(d, other, spec="abn,abk->nk" if of_weight else "abn,nk->abk")
+
+    def formula(d: torch.Tensor, other: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        low, high = (d * sin).chunk(2, -1)
+        d = (d * cos + torch.cat([high, -low], -1)).transpose(1, 2).flatten(2)
+        return [d.flatten(0, 1).T @ other.flatten(0, 1) if of_weight else d @ other]
+
+    angles = ((21, 16), F32)
+    return [(2, 3, 21, 16), (2, 21, WIDTH) if of_weight else (48, WIDTH), angles, angles], build, formula
+
+
 CASES: dict[str, Case] = {
     **{f"{r}x{t}, {h} of {d}": rotary(r, t, h, d) for r, t, h, d in ((2, 21, 1, 16), (1, 37, 3, 8), (2, 19, 3, 64))},
     "bias": with_bias_and_what_went_in(),
@@ -150,6 +170,8 @@ CASES: dict[str, Case] = {
     "neighbours": neighbours_turned(),
     "both": queries_times_keys(),
     "gated": gated(),
+    "gradient of the input": turned_back(False),
+    "gradient of the weight": turned_back(True),
 }
 
 
