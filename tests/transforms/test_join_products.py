@@ -65,17 +65,29 @@ def test_a_gradient_that_is_given_back_is_not_made_by_its_update() -> None:
 
 
 def turned(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
-    """Queries with rotary positions: each element goes with the one half a head away."""
+    """Queries with rotary positions."""
     b.phase = "forward"
-    q = b.transpose(b.reshape(b.contract(x, w, spec="abk,nk->abn"), shape=(2, 21, 3, 16)), order=(0, 2, 1, 3))
+    return [rotated(b, b.contract(x, w, spec="abk,nk->abn"), cos, sin)]
+
+
+def both_turned(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
+    """Two heads of queries and one of keys, by one product."""
+    b.phase = "forward"
+    both = b.contract(x, w, spec="abk,nk->abn")
+    return [rotated(b, b.slice(both, dim=2, start=start, end=end), cos, sin) for start, end in ((0, 32), (32, 48))]
+
+
+def rotated(b: Any, q: Value, cos: Value, sin: Value) -> Value:
+    """Each element goes with the one half a head away."""
+    q = b.transpose(b.reshape(q, shape=(2, 21, q.type.shape[2] // 16, 16)), order=(0, 2, 1, 3))
     low, high = (b.slice(q, dim=3, start=at, end=at + 8) for at in (0, 8))
     other = b.cast_to(b.concat([b.neg(high), low], dim=3), F32)
-    return [b.cast_to(b.add(b.mul(b.cast_to(q, F32), cos), b.mul(other, sin)), BF16)]
+    return b.cast_to(b.add(b.mul(b.cast_to(q, F32), cos), b.mul(other, sin)), BF16)
 
 
-def rotary() -> Op:
+def rotary(build: Any = turned) -> Op:
     angles = TensorType((21, 16), F32)
-    return program([TensorType((2, 21, 40), BF16), TensorType((48, 40), BF16), angles, angles], turned)
+    return program([TensorType((2, 21, 40), BF16), TensorType((48, 40), BF16), angles, angles], build)
 
 
 def test_rotary_positions_are_tried_with_the_product_before_them() -> None:
@@ -85,6 +97,25 @@ def test_rotary_positions_are_tried_with_the_product_before_them() -> None:
     whole, product, rest = clock.asked
     assert {v.type.shape for v in whole.outputs} == {(2, 3, 21, 16)} and len(product.outputs) == len(rest.outputs) == 1
     assert joined(rotary(), Clock(faster=False), products=True)[1] == []
+
+
+def test_queries_and_keys_of_one_product_are_each_tried_with_their_columns() -> None:
+    """No element of the product is computed twice; where the clock says so, two kernels each compute theirs."""
+    fusion, found = joined(rotary(both_turned), Clock(), products=True)
+    assert found == ["abk,nk->abn"] * 2
+    assert joined(rotary(both_turned), Clock(faster=False), products=True)[1] == []
+    assert joined(rotary(both_turned), Clock())[1] == []
+    recipe = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
+    assert joined(rotary(both_turned), Clock(), products=True, recipe=recipe)[1] == found
+
+
+def test_slices_that_overlap_are_not_computed_apart() -> None:
+    def overlapping(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
+        b.phase = "forward"
+        both = b.contract(x, w, spec="abk,nk->abn")
+        return [rotated(b, b.slice(both, dim=2, start=start, end=48), cos, sin) for start in (0, 32)]
+
+    assert joined(rotary(overlapping), Clock(), products=True)[1] == []
 
 
 def test_heads_lie_as_the_product_would_have_written_them() -> None:
@@ -98,10 +129,11 @@ def test_heads_lie_as_the_product_would_have_written_them() -> None:
     assert result.strides == (21 * 48, 16, 48, 1)
 
 
-@pytest.mark.parametrize("build", [lambda: of(update), rotary], ids=["update", "rotary"])
-def test_triton_has_kernels_for_it(build: Any) -> None:
+@pytest.mark.parametrize(
+    ("function", "products"), [(of(update), 1), (rotary(), 1), (rotary(both_turned), 2)], ids=["update", "q", "q and k"]
+)
+def test_triton_has_kernels_for_it(function: Op, products: int) -> None:
     pytest.importorskip("triton")
-    function = build()
     fusion = fuse(function, bodies=Bodies(), seconds=Clock(), products=True)
     device, checked = torch.device("cpu"), 0
     for op in regions_of(function):
@@ -115,4 +147,4 @@ def test_triton_has_kernels_for_it(build: Any) -> None:
         region = region_of(body, fusion.bodies[op.callee.name].kernel, specs[: len(op.operands)], device)
         assert Triton().claims(region) == "" and all(way.name.startswith("dot ") for way in Triton().offers(region))
         checked += 1
-    assert checked == 1
+    assert checked == products

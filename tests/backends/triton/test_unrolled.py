@@ -62,6 +62,20 @@ def rotary(rows: int, length: int, heads: int, size: int) -> Case:
     return [(rows, length, WIDTH), (heads * size, WIDTH), angles, angles], build, formula
 
 
+def keys_alone() -> Case:
+    """The last head of a product; nobody asks for the others."""
+
+    def build(b: Any, x: Any, w: Any, cos: Any, sin: Any) -> Any:
+        keys = b.slice(b.contract(x, w, spec="abk,nk->abn"), dim=2, start=32, end=48)
+        return turned(b, heads_first(b, keys, 1), cos, sin)
+
+    def formula(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        return [rotated(split(x @ w[32:].T, 1), cos, sin)]
+
+    angles = ((21, 16), F32)
+    return [(2, 21, WIDTH), (48, WIDTH), angles, angles], build, formula
+
+
 def with_bias_and_what_went_in() -> Case:
     """As weights lie in GPT-2, with a bias; the product itself is an output too."""
 
@@ -165,6 +179,7 @@ def turned_back(of_weight: bool) -> Case:
 
 CASES: dict[str, Case] = {
     **{f"{r}x{t}, {h} of {d}": rotary(r, t, h, d) for r, t, h, d in ((2, 21, 1, 16), (1, 37, 3, 8), (2, 19, 3, 64))},
+    "keys alone": keys_alone(),
     "bias": with_bias_and_what_went_in(),
     "part": a_part_of_each_head(),
     "neighbours": neighbours_turned(),
