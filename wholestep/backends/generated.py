@@ -73,10 +73,10 @@ def result_layouts(
         alike = next((s for s in by_size if s.shape == type.shape and is_dense(s.shape, s.strides)), None)
         if alike is not None:
             found.append(alike.strides)
-        elif of_product:
-            found.append(of_product[number])
         elif kernel is None:
             found.append(as_images_lie(by_size, type.shape))
+        elif of_product:
+            found.append(of_product[number])
         elif order is None:
             found.append(row_major(type.shape))
         else:

@@ -234,13 +234,8 @@ class Contraction:
             raise NoText("an output lies along a part of a factor")
         if self.early and self.rows is not None:
             raise NoText("it stores a factor that is walked by rows of windows")
-        held = (
-            math.prod(self.walk.specs[self.walk.accesses[self.factors[1].op].argument].shape) if self.parts > 1 else 0
-        )
-        if self.parts > 1 and held < math.prod(self.size[n] for n in "zkn") * self.parts:
-            raise NoText("it would compute elements of its product several times")
-        if self.parts > 1 and self.stored_with(1):
-            raise NoText("it stores columns that its product is read at several places of")
+        if self.parts > 1:
+            self.check_parts()
         for op in self.walk.ops:
             for r in {r for v in op.operands for r in self.behind.get(v, ()) if r in self.others and r is not op}:
                 if self.reach(op) & frozenset(r.attributes["dims"]):
@@ -249,6 +244,16 @@ class Contraction:
             for s in self.sums:
                 if s.op in self.behind[op.operands[0]] and s.kept not in ((), self.kept(op)):
                     raise NoText("an output lies along other dimensions than the sum it is made of")
+
+    def check_parts(self) -> None:
+        """Says what no tile of several places can do."""
+        columns = self.factors[1].op
+        assert columns is not None
+        there = math.prod(columns.operands[0].type.shape)
+        if there < math.prod(self.size[n] for n in "zkn") * self.parts:
+            raise NoText("it would compute elements of its product several times")
+        if self.stored_with(1):
+            raise NoText("it stores columns that its product is read at several places of")
 
     def reach(self, op: Op) -> frozenset[int]:
         """The dimensions an op changes along."""
@@ -326,7 +331,7 @@ class Contraction:
                 around=(len([op for op in wide if op.definition is Load]) + len(self.stores)) // self.parts,
                 beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load) // self.parts,
                 written=max(op.operands[1].type.element.bits // 8 for op in self.stores) if self.stores else 0,
-                after=(len([op for op in wide if op.definition is not Load]) + len(self.sums)) // self.parts,
+                after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
                 splits=not self.sums and self.parts == 1,
                 stays=self.stays,
                 run=self.dims["k"][-1].size if self.rows is not None and self.stays else 0,
