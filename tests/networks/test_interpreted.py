@@ -33,5 +33,16 @@ def test_networks_in_the_interpreter(cases: list[str]) -> None:
     assert f"{len(cases)} passed" in done.stdout
 
 
+def test_products_turn_queries_and_keys() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("transformers")
+    done = warm.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/networks/rotary_cases.py"],
+        os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "2 passed" in done.stdout
+
+
 def test_every_network_is_among_them() -> None:
     assert sorted(name.partition("-")[0] for part in PARTS.values() for name in part) == sorted(NAMES)

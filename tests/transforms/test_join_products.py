@@ -64,9 +64,76 @@ def test_a_gradient_that_is_given_back_is_not_made_by_its_update() -> None:
     assert not any({op.phase for op in piece.ops} == {"backward", "update"} for piece in clock.asked)
 
 
-def test_triton_has_kernels_for_it() -> None:
+def turned(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
+    """Queries with rotary positions."""
+    b.phase = "forward"
+    return [rotated(b, b.contract(x, w, spec="abk,nk->abn"), cos, sin)]
+
+
+def both_turned(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
+    """Two heads of queries and one of keys, by one product."""
+    b.phase = "forward"
+    both = b.contract(x, w, spec="abk,nk->abn")
+    return [rotated(b, b.slice(both, dim=2, start=start, end=end), cos, sin) for start, end in ((0, 32), (32, 48))]
+
+
+def rotated(b: Any, q: Value, cos: Value, sin: Value) -> Value:
+    """Each element goes with the one half a head away."""
+    q = b.transpose(b.reshape(q, shape=(2, 21, q.type.shape[2] // 16, 16)), order=(0, 2, 1, 3))
+    low, high = (b.slice(q, dim=3, start=at, end=at + 8) for at in (0, 8))
+    other = b.cast_to(b.concat([b.neg(high), low], dim=3), F32)
+    return b.cast_to(b.add(b.mul(b.cast_to(q, F32), cos), b.mul(other, sin)), BF16)
+
+
+def rotary(build: Any = turned) -> Op:
+    angles = TensorType((21, 16), F32)
+    return program([TensorType((2, 21, 40), BF16), TensorType((48, 40), BF16), angles, angles], build)
+
+
+def test_rotary_positions_are_tried_with_the_product_before_them() -> None:
+    """One kernel where the clock says so: what the product makes is then neither written nor read."""
+    clock = Clock()
+    assert joined(rotary(), clock, products=True)[1] == ["abk,nk->abn"]
+    whole, product, rest = clock.asked
+    assert {v.type.shape for v in whole.outputs} == {(2, 3, 21, 16)} and len(product.outputs) == len(rest.outputs) == 1
+    assert joined(rotary(), Clock(faster=False), products=True)[1] == []
+
+
+def test_queries_and_keys_of_one_product_are_each_tried_with_their_columns() -> None:
+    """No element of the product is computed twice; where the clock says so, two kernels each compute theirs."""
+    fusion, found = joined(rotary(both_turned), Clock(), products=True)
+    assert found == ["abk,nk->abn"] * 2
+    assert joined(rotary(both_turned), Clock(faster=False), products=True)[1] == []
+    assert joined(rotary(both_turned), Clock())[1] == []
+    recipe = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
+    assert joined(rotary(both_turned), Clock(), products=True, recipe=recipe)[1] == found
+
+
+def test_slices_that_overlap_are_not_computed_apart() -> None:
+    def overlapping(b: Any, x: Value, w: Value, cos: Value, sin: Value) -> list[Value]:
+        b.phase = "forward"
+        both = b.contract(x, w, spec="abk,nk->abn")
+        return [rotated(b, b.slice(both, dim=2, start=start, end=48), cos, sin) for start in (0, 32)]
+
+    assert joined(rotary(overlapping), Clock(), products=True)[1] == []
+
+
+def test_heads_lie_as_the_product_would_have_written_them() -> None:
+    """So that attention reads them, and what it makes, without a copy."""
+    function = rotary()
+    fusion = fuse(function, bodies=Bodies(), seconds=Clock(), products=True)
+    (op,) = regions_of(function)
+    specs = [Spec(v.type.shape, row_major(v.type.shape), torch_dtype(v.type.element)) for v in op.operands]
+    body, kernel = lookup(root_of(function), op.callee), fusion.bodies[op.callee.name].kernel
+    (result,) = region_of(body, kernel, specs, torch.device("cpu")).results
+    assert result.strides == (21 * 48, 16, 48, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "products"), [(of(update), 1), (rotary(), 1), (rotary(both_turned), 2)], ids=["update", "q", "q and k"]
+)
+def test_triton_has_kernels_for_it(function: Op, products: int) -> None:
     pytest.importorskip("triton")
-    function = of(update)
     fusion = fuse(function, bodies=Bodies(), seconds=Clock(), products=True)
     device, checked = torch.device("cpu"), 0
     for op in regions_of(function):
@@ -78,6 +145,6 @@ def test_triton_has_kernels_for_it() -> None:
             for v in (*op.operands, *op.results)
         ]
         region = region_of(body, fusion.bodies[op.callee.name].kernel, specs[: len(op.operands)], device)
-        assert Triton().claims(region) == "" and Triton().offers(region)
+        assert Triton().claims(region) == "" and all(way.name.startswith("dot ") for way in Triton().offers(region))
         checked += 1
-    assert checked == 1
+    assert checked == products

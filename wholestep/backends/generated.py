@@ -15,6 +15,7 @@ from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.strides import is_dense, is_laid_out, row_major, runs
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
+from ..transforms.tall_products import likely_orders, strides_of
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
@@ -36,16 +37,33 @@ def region_of(
         kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
-    layouts = result_layouts(kernel, operands, types)
+    layouts = result_layouts(kernel, operands, types, as_product_lies(body, operands))
     if kernel is not None:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)
 
 
-def result_layouts(kernel: Op | None, operands: Sequence[Spec], types: Sequence[TensorType]) -> list[tuple[int, ...]]:
-    """Strides of the results: as the largest operand of the same shape lies, else in the order in which the largest
-    operand is walked."""
+def as_product_lies(body: Op, operands: Sequence[Spec]) -> list[tuple[int, ...]]:
+    """Strides of the results of a region around one product, as they would be if the product were written row by row
+    and the rest kept to that; none where operands lie otherwise. Heads that were split off its columns stay there."""
+    block = body.regions[0].block
+    plain = all(s.strides == row_major(s.shape) for s in operands)
+    if not plain or [op.name for op in block].count("step.contract") != 1:
+        return []
+    assert block.last is not None
+    orders = likely_orders(block)
+    return [strides_of(v, orders) for v in block.last.operands]
+
+
+def result_layouts(
+    kernel: Op | None,
+    operands: Sequence[Spec],
+    types: Sequence[TensorType],
+    of_product: Sequence[tuple[int, ...]] = (),
+) -> list[tuple[int, ...]]:
+    """Strides of the results: as the largest operand of the same shape lies, else as a product's would, else in the
+    order in which the largest operand is walked."""
     found = []
     by_size = sorted(operands, key=lambda s: -s.bytes)
     order = None if kernel is None else memory_order(kernel, operands)
@@ -57,6 +75,8 @@ def result_layouts(kernel: Op | None, operands: Sequence[Spec], types: Sequence[
             found.append(alike.strides)
         elif kernel is None:
             found.append(as_images_lie(by_size, type.shape))
+        elif of_product:
+            found.append(of_product[number])
         elif order is None:
             found.append(row_major(type.shape))
         else:

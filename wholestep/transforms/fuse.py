@@ -45,6 +45,7 @@ from .regions import (
     readers_of,
 )
 from .remembered import Keeper, digest_of, recall, remember
+from .sliced_products import join_sliced
 from .tall_products import join_tall
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
@@ -407,7 +408,10 @@ class Fuser:
     def around(self, groups: list[Group]) -> list[Group]:
         """What is done once ops are joined: kernels compute what others wrote for them, anchors take others along."""
         groups = join_around(self, compute_again(self, groups))
-        return groups if self.seconds is None else join_sums(self, join_tall(self, groups))
+        if self.seconds is None:
+            return groups
+        groups = join_sums(self, join_tall(self, groups))
+        return join_sliced(self, groups) if self.products else groups
 
     def join_makers(self, op: Op) -> None:
         """Joins an op with the kernels of what it reads, the largest first."""

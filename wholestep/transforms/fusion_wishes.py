@@ -104,7 +104,7 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
     if len(ops) == 1 and fuser.stands_alone(ops[0]):
         return ""
     if len(ops) == 1 and fuser.seconds is not None and is_tried(fuser, ops[0]):
-        return ""  # what it took along are lines of their own
+        return ""  # what it took along, or who computes it, are lines of their own
     for op in ops:
         if why := why_apart(fuser, op, len(ops) > 1):
             return f"{fuser.names[op]}: {why}"
@@ -119,7 +119,11 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
 
 def why_apart(fuser: Fuser, op: Op, with_others: bool = True) -> str:
     """Why an op cannot be part of a kernel. A product is not made one by itself, but with its neighbours it can be."""
-    return "" if with_others and op.name == "step.contract" else fuser.why_apart(op)
+    return "" if with_others and is_product(op) else fuser.why_apart(op)
+
+
+def is_product(op: Op) -> bool:
+    return op.name == "step.contract"
 
 
 # ---- forced pairs ----------------------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ def _(b, x, w, bias):
     return [y, b.gelu(y, approximate="tanh")]
 
 
+@case("columns that pieces divide and tiles do not", (70, 40), (96, 40), (96,))
+def _(b, x, w, bias):
+    return b.relu(b.contract(x, w, bias, spec="mk,nk->mn"))
+
+
 @case("residual of another type, result of a third", (70, 40), (52, 40), (52,), ((70, 52), F32))
 def _(b, x, w, bias, r):
     return b.add(b.cast(b.contract(x, w, bias, spec="mk,nk->mn"), dtype=F32), r)
@@ -266,17 +271,31 @@ def run_case(
     name: str, element: str, every: bool = False, folds: bool = False, tiles: Sequence[dict[str, int]] = ()
 ) -> dict[str, float]:
     """Per candidate: the largest difference as a share of the largest value, over what is allowed."""
-    from wholestep.backends.triton import contraction, contraction_text, generate
+    from wholestep.backends.triton import contraction_text
 
     if folds:
         contraction_text.MOST_PARTIALS, contraction_text.FOLDED = 0, 2
+    return run_built(*CASES[name], element, every, tiles)
+
+
+def run_built(
+    given: Sequence[Input],
+    build: Build,
+    element: str,
+    every: bool = False,
+    tiles: Sequence[dict[str, int]] = (),
+    formula: Build | None = None,
+) -> dict[str, float]:
+    """formula: what is computed, in torch; else the loop dialect's reference says it."""
+    from wholestep.backends.triton import contraction, generate
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = ScalarType(element)
-    function, results = kernel(name, own)
+    function, results = loops(types_of(given, own), build)
     torch.manual_seed(0)
     inputs = []
-    for given, type in zip(CASES[name][0], types_of(CASES[name][0], own), strict=True):
-        layout = given[2] if isinstance(given[0], tuple) and len(given) > 2 else None
+    for each, type in zip(given, types_of(given, own), strict=True):
+        layout = each[2] if isinstance(each[0], tuple) and len(each) > 2 else None
         tensor = guarded(type.shape, strides_of(type.shape, layout), torch_dtype(type.element), device)
         whole = type.element.kind != "float"
         drawn = torch.randint(0, 25, type.shape) if whole else torch.randn(type.shape)
@@ -285,7 +304,10 @@ def run_case(
         inputs.append(tensor)
     outputs = [guarded(t.shape, strides_of(t.shape), torch_dtype(t.element), device) for t in results]
     wanted = [torch.zeros(t.shape, dtype=torch.float64) for t in results]
-    run(function, [t.cpu() for t in inputs], wanted)
+    if formula is None:
+        run(function, [t.cpu() for t in inputs], wanted)
+    else:
+        wanted = formula(*(t.cpu().double() for t in inputs))
     specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
     assert contraction.why_not(function, specs) == ""
     made = contraction.candidates(function, specs)
@@ -378,7 +400,13 @@ def test_split_sums(child: Ask, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bias, activation and what went in", "sum of squares, row sums, column sums", "dropout on store"]
+    "name",
+    [
+        "bias, activation and what went in",
+        "sum of squares, row sums, column sums",
+        "dropout on store",
+        "columns that pieces divide and tiles do not",
+    ],
 )
 def test_pieces(child: Ask, name: str) -> None:
     tiles = [dict(m=64, n=64, k=32, warps=4, stages=2, pieces=p) for p in (2, 4)]

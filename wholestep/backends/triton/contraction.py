@@ -2,8 +2,9 @@
 
 Such a kernel has one sum of products whose factors share summed dimensions and differ in others: its rows and columns.
 What computes a factor is written into the loop over tiles, what follows on the tile of sums (`contraction_text.py`).
-What makes a factor may be an output as well: it is stored by the programs of one column, or row, of tiles. All of it
-is read off the access maps.
+What makes a factor may be an output as well: it is stored by the programs of one column, or row, of tiles. Where the
+result is read at several places at once (`unrolled.py`), there are several such sums, of the same rows with columns a
+constant apart: they are parts of one tile. All of it is read off the access maps.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ...ir.core import Op, Value
 from ...ir.types import F32
 from ..kernels import Spec
 from .contraction_tiles import Demand, Tile, choices
-from .families import unsupported
+from .families import power_of_two, unsupported
 from .scalars import NoText
+from .unrolled import MOST, unrolled
 from .walk import Walk
 from .window_rows import Rows, by_rows
 
@@ -53,7 +55,8 @@ def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """The best guess first, then alternatives worth timing."""
     from .generate import candidate
 
-    product, rows = Contraction(function, specs), over_rows(function, specs)
+    product = Contraction(function, specs)
+    rows = over_rows(function, specs) if product.parts == 1 else []
     tiles = product.tiles()[:2] if rows else product.tiles()
     return [*rows, *(candidate(product, tile) for tile in tiles)]
 
@@ -102,12 +105,10 @@ class Contraction:
         reason = unsupported(specs, function)
         if reason:
             raise NoText(reason)
-        self.walk: Walk = Tensors(function, specs)
-        self.dot = self.the_product()
-        product = self.dot.operands[0].op
-        assert product is not None
-        self.factors = list(product.operands)
-        self.others = [op for op in self.walk.ops if op.definition is Reduce and op is not self.dot]
+        self.walk: Walk = Tensors(unrolled(function), specs)
+        self.find_products()
+        self.dot, self.parts = self.dots[0], len(self.dots)
+        self.others = [op for op in self.walk.ops if op.definition is Reduce and op not in self.dots]
         self.behind: dict[Value, frozenset[Op]] = {}
         for op in self.walk.ops:
             found = frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
@@ -122,11 +123,33 @@ class Contraction:
         self.arrange()
         self.check()
 
-    def the_product(self) -> Op:
-        found = [op for op in self.walk.ops if op.definition is Reduce and all(self.roles(op)[:3])]
-        if len(found) != 1:
-            raise NoText("it has several matrix products" if found else "it has no matrix product")
-        return found[0]
+    def find_products(self) -> None:
+        """The sums of products, those of earlier columns first, and the factors of the first of them."""
+        self.dots = [op for op in self.walk.ops if op.definition is Reduce and all(self.roles(op)[:3])]
+        if not self.dots:
+            raise NoText("it has no matrix product")
+        factors = {op: op.operands[0].op.operands for op in self.dots}  # type: ignore[union-attr]
+        self.factors, self.apart = list(factors[self.dots[0]]), [0]
+        if len(self.dots) == 1:
+            return
+        shared = [v for v in self.factors if all(v in own for own in factors.values())]
+        loads = {op: v.op for op, own in factors.items() for v in own if v not in shared}
+        if len(shared) != 1 or len({self.walked(op, load) for op, load in loads.items()}) > 1:
+            raise NoText("it has several matrix products")
+        if len(self.dots) > MOST or power_of_two(len(self.dots)) != len(self.dots):
+            raise NoText(f"it reads its product at {len(self.dots)} places at once, which no tile is cut into")
+        begins = {op: self.walk.accesses[load].offset.constant for op, load in loads.items()}  # type: ignore[index]
+        self.dots.sort(key=begins.__getitem__)
+        self.factors = [shared[0], loads[self.dots[0]].results[0]]  # type: ignore[union-attr]
+        #: how many elements of their tensor the columns of each begin behind those of the first
+        self.apart = [begins[op] - begins[self.dots[0]] for op in self.dots]
+
+    def walked(self, dot: Op, load: Op | None) -> tuple[object, ...]:
+        """How a product walks its columns, wherever they begin; what is computed or may be outside is like no other."""
+        access = self.walk.accesses.get(load) if load is not None else None
+        if access is None or access.guards or access.numbers:
+            return (dot,)
+        return access.argument, access.offset.terms, tuple(dot.attributes["dims"]), dot.attributes["dtype"]
 
     def roles(self, op: Op) -> tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]]:
         """The rows, columns, summed and batch dimensions of a sum of products; none of any other reduction."""
@@ -142,9 +165,14 @@ class Contraction:
     def arrange(self) -> None:
         """Which factor has the rows, and the dimensions of every axis in the order of memory."""
         rows, columns, _, batch = self.roles(self.dot)
-        if self.fastest() in rows:  # results are written along columns
-            self.factors.reverse()
+        if self.parts > 1:  # columns are what lies apart
+            turned = bool(rows & self.walk.dims_of[self.factors[1]])
+        else:  # results are written along columns
+            turned = self.fastest() in rows
+        if turned:
             rows, columns = columns, rows
+        if turned and self.parts == 1:
+            self.factors.reverse()
         summed = frozenset(d for d in self.dot.attributes["dims"] if self.walk.sizes[d] != 1)
         self.groups = {"z": batch, "m": rows, "n": columns, "k": summed}
         axis = {d: name for name, dims in self.groups.items() for d in dims}
@@ -190,12 +218,12 @@ class Contraction:
         types = [str(v.type) for v in self.factors]
         if types[0] != types[1] or types[0] not in FACTORS or self.dot.attributes["dtype"] is not F32:
             raise NoText(f"products of {types[0]} and {types[1]} are not multiplied in tiles")
-        if min(self.size[n] for n in "mnk") < SHORTEST:
+        if min(self.size["m"], self.size["n"] * self.parts, self.size["k"]) < SHORTEST:
             raise NoText(f"a matrix with a side below {SHORTEST} fills no tile")
         for op in self.others:
             if self.behind[op.operands[0]] & set(self.others):
                 raise NoText("it sums what is made of a sum of the product's result")
-            if self.dot not in self.behind[op.operands[0]]:
+            if not self.behind[op.operands[0]] & set(self.dots):
                 raise NoText("it has a sum beside the product that is not one of its result")
             if frozenset(op.attributes["dims"]) & self.groups["k"]:
                 raise NoText("it sums its result along the dimension that the product sums over")
@@ -206,6 +234,8 @@ class Contraction:
             raise NoText("an output lies along a part of a factor")
         if self.early and self.rows is not None:
             raise NoText("it stores a factor that is walked by rows of windows")
+        if self.parts > 1:
+            self.check_parts()
         for op in self.walk.ops:
             for r in {r for v in op.operands for r in self.behind.get(v, ()) if r in self.others and r is not op}:
                 if self.reach(op) & frozenset(r.attributes["dims"]):
@@ -214,6 +244,16 @@ class Contraction:
             for s in self.sums:
                 if s.op in self.behind[op.operands[0]] and s.kept not in ((), self.kept(op)):
                     raise NoText("an output lies along other dimensions than the sum it is made of")
+
+    def check_parts(self) -> None:
+        """Says what no tile of several places can do."""
+        columns = self.factors[1].op
+        assert columns is not None
+        there = math.prod(columns.operands[0].type.shape)
+        if there < math.prod(self.size[n] for n in "zkn") * self.parts:
+            raise NoText("it would compute elements of its product several times")
+        if self.stored_with(1):
+            raise NoText("it stores columns that its product is read at several places of")
 
     def reach(self, op: Op) -> frozenset[int]:
         """The dimensions an op changes along."""
@@ -242,14 +282,14 @@ class Contraction:
 
     def makers(self, values: Iterable[Value]) -> list[Op]:
         """The ops that some numbers are made of, up to the product."""
-        found: set[Op | None] = {self.dot}
+        found: set[Op | None] = {*self.dots}
         todo = [v.op for v in values]
         while todo:
             op = todo.pop()
             if op is not None and op not in found:
                 found.add(op)
                 todo += [v.op for v in op.operands]
-        return [op for op in self.walk.ops if op in found and op is not self.dot]
+        return [op for op in self.walk.ops if op in found and op not in self.dots]
 
     @property
     def stays(self) -> bool:
@@ -259,7 +299,12 @@ class Contraction:
         wrong or left their image as Triton 3.6 compiles them for sm_90, where the others of the same text were right.
         By rows of windows loads are few.
         """
-        alone = not self.groups["z"] and not self.meets and (self.rows is not None or len(self.groups["k"]) == 1)
+        alone = (
+            not self.groups["z"]
+            and not self.meets
+            and self.parts == 1
+            and (self.rows is not None or len(self.groups["k"]) == 1)
+        )
         return alone and all(s.kept in ((), ("n",)) and self.adds(s.op) for s in self.sums)
 
     @property
@@ -279,19 +324,20 @@ class Contraction:
         wide = [op for op in after if len(self.kept(op)) > 1]
         return choices(
             Demand(
-                **self.size,
+                **(self.size | {"n": self.size["n"] * self.parts}),
                 bytes=self.factors[0].type.bits // 8,
                 plain=(self.plain(self.factors[0]), self.plain(self.factors[1])),
                 loaded=(loaded[0], loaded[1]),
-                around=len([op for op in wide if op.definition is Load]) + len(self.stores),
-                beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load),
+                around=(len([op for op in wide if op.definition is Load]) + len(self.stores)) // self.parts,
+                beside=sum(op.operands[0].type.element.bits // 8 for op in wide if op.definition is Load) // self.parts,
                 written=max(op.operands[1].type.element.bits // 8 for op in self.stores) if self.stores else 0,
                 after=len([op for op in wide if op.definition is not Load]) + len(self.sums),
-                splits=all(not s.kept for s in self.sums) and not (self.sums and self.meets),
+                splits=self.parts == 1 and all(not s.kept for s in self.sums) and not (self.sums and self.meets),
                 stays=self.stays,
                 run=self.dims["k"][-1].size if self.rows is not None and self.stays else 0,
                 meets=self.meets,
                 stored=(bool(self.stored_with(0)), bool(self.stored_with(1))),
+                parts=self.parts,
             )
         )
 

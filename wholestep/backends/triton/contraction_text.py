@@ -4,7 +4,9 @@ The first function walks tiles of the summed dimension with `tl.dot` and then wr
 result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
 split over programs, a second function adds up the parts, writes the results and sums them up. Where it is short, a
 program may stay for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
-Outputs that lie as a factor does are stored where that is computed, by one of the programs that compute it.
+Outputs that lie as a factor does are stored where that is computed, by one of the programs that compute it. Where
+results are read at several places at once, a tile has the columns of each, one run after the other, and its sums come
+apart by these.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class Side(Text):
     raw: Value | None = None
     #: per output that several programs compute alike: which of them stores it
     only: dict[int, str] = field(default_factory=dict)
+    #: where each run of the tile's columns begins, in elements behind the first
+    apart: Sequence[int] = (0,)
 
     def fresh(self, prefix: str = "v") -> str:
         return f"{self.mark}_{super().fresh(prefix)}"
@@ -62,6 +66,17 @@ class Side(Text):
             wide = bare == number.text and own != number.type  # inside of what guards a row that is looked up
             number = Number(f"{bare}.to({own})" if wide else bare, own)
         super().bind(value, number)
+
+    def offset(self, access: Access) -> str:
+        if len(self.apart) == 1:
+            return super().offset(access)
+        columns = self.axes[1]
+        run = f"(tl.arange(0, {columns.block}) // {columns.run}){self.expand(columns)}{self.widened}"
+        step = self.apart[1]
+        if all(begin == i * step for i, begin in enumerate(self.apart)):
+            return f"{super().offset(access)} + {run} * {step}"
+        begins = " + ".join(f"({run} == {i}) * {begin}" for i, begin in enumerate(self.apart) if begin)
+        return f"{super().offset(access)} + {begins}"
 
     def guards(self, access: Access) -> list[str]:
         own = self.only.get(access.argument)
@@ -100,7 +115,7 @@ class Writer:
         dims = product.dims
         self.z = axis("z", dims["z"], 1, None)
         self.m = axis("m", dims["m"], tile.m, 0)
-        self.n = axis("n", dims["n"], tile.n, 1)
+        self.n = Axis("n", dims["n"], tile.n, 1, turns=product.parts)
         #: programs that share a column of tiles
         self.stay = tile.programs // self.n.blocks
         #: the rows and columns of a program that adds up what programs have that share a sum
@@ -134,7 +149,7 @@ class Writer:
         row, column = product.factors
         sides = [
             Side(walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark="a"),
-            Side(walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b"),
+            Side(walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b", apart=product.apart),
         ]
         result = Side(walk, (self.z, self.m, self.n), "dot", lines, mark="c")
         self.places(result)
@@ -146,7 +161,7 @@ class Writer:
             side.ready(side.needed(ops))
             side.start(self.z, "batch")
             side.ready(side.needed(ops))
-            side.start(side.axes[1], f"{place} * {side.axes[1].block}")
+            side.start(side.axes[1], f"{place} * {side.axes[1].run}")
             side.ready(side.needed(ops))
         blocks = -(-size // tile.k)
         each = -(-blocks // tile.split) * tile.k
@@ -247,21 +262,22 @@ class Writer:
         return value if high == sixteens else f"tl.sum(tl.reshape({value}, ({sixteens // high}, {high}, 8, {n})), 0)"
 
     def after(self, text: Side) -> None:
-        """What is computed from the tile of sums, piece by piece."""
-        product, count = self.product, self.tile.pieces
+        """What is computed from the tile of sums, piece by piece; a piece has columns of every run."""
+        product, count, run = self.product, self.tile.pieces, self.n.run
         names = ["total"]
-        while len(names) < count:
+        while len(names) < count * product.parts:
             high, wide = self.tile.m, self.tile.n // len(names) // 2
             for name in names:
                 text.line(f"{name} = tl.permute(tl.reshape({name}, ({high}, 2, {wide})), (0, 2, 1))")
                 text.line(f"{name}_0, {name}_1 = tl.split({name})")
             names = [f"{name}_{half}" for name in names for half in (0, 1)]
-        columns = axis("n", self.n.dims, self.tile.n // count, 1)
+        columns = axis("n", self.n.dims, run // count, 1)
         totals: dict[Op, str] = {}
-        for i, name in enumerate(names):
+        for i in range(count):
             piece = Side(product.walk, (self.z, self.m, columns), text.name, text.lines, mark=f"c{i}" if i else "c")
-            self.open(piece, columns, f"column * {self.tile.n}" + (f" + {i * columns.block}" if i else ""))
-            piece.names[product.dot.results[0]] = Number(name, "tl.float32")
+            self.open(piece, columns, f"column * {run}" + (f" + {i * columns.block}" if i else ""))
+            for dot, name in zip(product.dots, names[i::count], strict=True):
+                piece.names[dot.results[0]] = Number(name, "tl.float32")
             piece.ready(piece.needed([*product.stores, *product.others]))
             for number, own in enumerate(product.sums):
                 value = self.part_of(piece, own).text
@@ -326,6 +342,9 @@ class Writer:
         text.start(self.z, "batch")
         text.start(self.m, f"row * {self.m.block}")
         text.start(columns, first)
+        if self.n.size % self.n.run and columns.name not in text.masks:  # the last tile has fewer pieces
+            text.masks[columns.name] = f"in_{columns.name}"
+            text.line(f"in_{columns.name} = {columns.name} < {columns.size}")
 
     # ---- a split product ---------------------------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ WIDE = [
 #: the same where factors are f32, which no tensor core multiplies exactly
 EXACT = [(64, 64, 32, 4, 2), (128, 64, 16, 8, 2), (64, 128, 16, 8, 2), (32, 64, 32, 4, 3), (64, 32, 32, 4, 3)]
 MOST = 6
+#: the fewest columns that a part of a tile has
+LEAST_PART = 8
 #: multiplications per element that is read or written below which a product waits for memory
 RIDGE = 256
 #: the same for programs that stay where a factor is computed, which they do not do while they multiply
@@ -98,13 +100,16 @@ class Demand:
     meets: bool = False
     #: whether what a factor is made of is stored as well
     stored: tuple[bool, bool] = (False, False)
+    #: places at which the result is read at once, each of which has its part of a tile's columns
+    parts: int = 1
 
 
 def choices(demand: Demand) -> list[Tile]:
     """The tiles worth timing."""
     made: dict[Tile, float] = {}
     for m, n, k, warps, stages in EXACT if demand.bytes == 4 else WIDE:
-        if m > max(64, power_of_two(demand.m)) or n > max(32, power_of_two(demand.n)):
+        least = LEAST_PART * demand.parts
+        if m > max(64, power_of_two(demand.m)) or n > max(32, least, power_of_two(demand.n)) or n < least:
             continue
         tile = Tile(m, n, min(k, max(16, power_of_two(demand.k))), warps, stages)
         if demand.k <= 2 * tile.k:  # so few rounds that there is nothing to load ahead
@@ -203,7 +208,7 @@ def pieces(tile: Tile, demand: Demand) -> int:
     """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it."""
     most = 128 if demand.around <= 1 and demand.after <= 3 else 64 if demand.after <= 6 else 32
     each = tile.m * tile.n // (32 * tile.warps)
-    return max(1, min(each // most, tile.n // 32, 4))
+    return max(1, min(each // most, tile.n // demand.parts // 32, 4))
 
 
 def shared_bytes(tile: Tile, demand: Demand) -> int:

@@ -48,14 +48,21 @@ class Axis:
     begins: str = ""
     #: dimensions that it walks along as well, whose indices are another axis' to tell
     along: tuple[Dim, ...] = ()
+    #: how often the points of a block come in it, one run after the other
+    turns: int = 1
 
     @property
     def size(self) -> int:
         return math.prod(d.size for d in self.dims) if self.points is None else self.points
 
     @property
+    def run(self) -> int:
+        """How many points a block has."""
+        return self.block // self.turns
+
+    @property
     def blocks(self) -> int:
-        return -(-self.size // self.block)
+        return -(-self.size // self.run)
 
     @property
     def parts(self) -> frozenset[int]:
@@ -144,9 +151,10 @@ class Text:
             self.line(f"{n} = {first}")
         else:
             expand = self.expand(axis)
-            self.line(f"{n} = ({first} + tl.arange(0, {axis.block})){expand}{self.widened}")
+            lanes = f"tl.arange(0, {axis.block})" + (f" % {axis.run}" if axis.turns > 1 else "")
+            self.line(f"{n} = ({first} + {lanes}){expand}{self.widened}")
             self.masks.pop(n, None)
-            if axis.size % axis.block or not axis.size:
+            if axis.size % axis.run or not axis.size:
                 self.masks[n] = f"in_{n}"
                 self.line(f"in_{n} = {n} < {axis.size}")
         if alone:
