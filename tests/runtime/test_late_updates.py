@@ -20,6 +20,7 @@ from wholestep.transforms.late_updates import KEPT
 
 LATE: dict[str, Any] = {"updates": "in_next_forward"}
 PROVIDERS = [["aten"], ["aten", "cpp"]]
+CPP: dict[str, Any] = LATE | {"providers": PROVIDERS[1]}
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
@@ -427,7 +428,7 @@ def test_a_recipe_is_done_again() -> None:
         model = fresh(Perceptron)
         if options:
             options = {"recipe": steps[0].recipe}
-        steps.append(ws.compile(model, squares, adamw(model), (data(6, 4),), clip_norm=0.1, **LATE, **options))
+        steps.append(ws.compile(model, squares, adamw(model), (data(6, 4),), clip_norm=0.1, **CPP, **options))
     assert any(key.startswith("fuse ") for key in steps[0].recipe)
     assert steps[1].recipe == steps[0].recipe
     assert [float(steps[0](data(6, 4))) for _ in range(3)] == [float(steps[1](data(6, 4))) for _ in range(3)]
@@ -435,11 +436,11 @@ def test_a_recipe_is_done_again() -> None:
 
 def test_what_is_forbidden_may_fit_one_of_the_programs_alone() -> None:
     model = fresh(Perceptron)
-    step = ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */update/*"], **LATE)
+    step = ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */update/*"], **CPP)
     step(data(6, 4))
     step.flush()
     with pytest.raises(InputError, match="fits no fusion"):
-        ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */nothing/*"], **LATE)
+        ws.compile(model, squares, adamw(model), (data(6, 4),), forbid=["fuse */nothing/*"], **CPP)
 
 
 def test_fit_ends_up_to_date() -> None:
