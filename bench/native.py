@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: where CUDA puts the tool if it is not on the path
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 FOLDER = "tests/backends"
-GENERATED = ("generated_cases", "test_contraction", "test_depthwise", "test_window_rows")
+GENERATED = ("generated_cases", "test_contraction", "test_depthwise", "test_unrolled", "test_window_rows")
 SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), f"{FOLDER}/test_embedding_grad.py"]
 #: processes that share the tests
 AT_ONCE = 14

@@ -112,3 +112,24 @@ def test_classes_in_the_second_dimension() -> None:
         assert float(step(x, labels)) == pytest.approx(wanted, rel=1e-5)
         torch.testing.assert_close(own.weight, eager.weight, rtol=1e-4, atol=1e-6)
         assert written_over(step, 2 * 19 * 99 * 4) == ["cpp"]
+
+
+class Broadcast(nn.Module):
+    """A product of factors with one dimension and with two: a gradient lies as a factor does, in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x).mean(0) * self.two(x).mean(0, keepdim=True)).sum()
+
+
+@pytest.mark.parametrize("providers", [["aten"], ["aten", "cpp"]])
+def test_pytorch_writes_over_its_own_shape_alone(providers: list[str]) -> None:
+    model, x = fresh(Broadcast), torch.randn(8, 16)
+    eager = copy.deepcopy(model)
+    step = ws.compile(model, lambda m, x: m(x), sgd(model), (x,), providers=providers, tune=False)
+    optimizer = sgd(eager)
+    for _ in range(3):
+        assert float(step(x)) == pytest.approx(eager_step(lambda m: m(x), eager, optimizer), rel=1e-5)

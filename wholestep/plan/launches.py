@@ -17,7 +17,7 @@ from ..backends.batched import Batch, batched_region
 from ..backends.choose import Choices, Chosen
 from ..backends.generated import kernel_of, region_of
 from ..backends.host import host_function
-from ..backends.kernels import Kernel, Kernels, Operand, Spec, scratch_places
+from ..backends.kernels import KERNEL, Kernel, Kernels, Operand, Spec, scratch_places
 from ..backends.providers import Region
 from ..dialects.step import constant_value, ir_dtype, torch_dtype
 from ..dialects.step.fused import Fused
@@ -518,8 +518,8 @@ class _Flattener:
     def replaceable(self, launch: int, index: int, seen: dict[int, list[int]]) -> tuple[int, ...]:
         """Positions of operands that a result may be written over, once nobody else reads their memory.
 
-        The operand must fill its memory and lie exactly as the result will; another operand of the launch that sees the
-        same memory in another way would read what has been written already.
+        The operand must fill its memory and lie as the result will; another operand of the launch that sees the same
+        memory in another way would read what has been written already.
         """
         flat = self.flat
         reads, write, kernel = flat.reads[launch], flat.writes[launch][index], flat.kernel[launch]
@@ -529,7 +529,7 @@ class _Flattener:
             candidates = sorted(kernel.over[index])
         else:
             candidates = [1, 2] if flat.provider[launch] == "choose" else []
-        type, places = flat.type[write], runs(flat.type[write].shape, flat.strides[write])
+        type, places = flat.type[write], self.lies(launch, write)
         found = []
         for position in candidates:
             value = reads[position]
@@ -539,7 +539,7 @@ class _Flattener:
                 and flat.kind[root] in (LAUNCH, ARGUMENT)
                 and flat.offset[value] == 0
                 and flat.bytes(root) == type.bytes
-                and runs(flat.type[value].shape, flat.strides[value]) == places
+                and self.lies(launch, value) == places
                 and self.alone(launch, value, candidates, seen[root])
             ):
                 found.append(position)
@@ -549,13 +549,21 @@ class _Flattener:
         """Whether every operand that sees the memory of `value`, at those positions, sees it alike and may be written
         over too."""
         flat, reads = self.flat, self.flat.reads[launch]
-        element, places = flat.type[value].element, runs(flat.type[value].shape, flat.strides[value])
+        element, places = flat.type[value].element, self.lies(launch, value)
         return all(
             position in candidates
             and flat.type[v := reads[position]].element is element
-            and runs(flat.type[v].shape, flat.strides[v]) == places
+            and self.lies(launch, v) == places
             for position in positions
         )
+
+    def lies(self, launch: int, value: int) -> tuple[tuple[int, int], ...]:
+        """What is equal for values of a launch that may take each other's memory: where elements are, in order. PyTorch
+        goes by shapes as well, and refuses a result that lies alike in another shape."""
+        shape, strides, kernel = self.flat.type[value].shape, self.flat.strides[value], self.flat.kernel[launch]
+        if kernel is not None and all(step.kind == KERNEL for step in kernel.steps):
+            return runs(shape, strides)
+        return tuple((size, 0 if size == 1 else stride) for size, stride in zip(shape, strides, strict=True))
 
     def give_back(self, function: Op, last: Op) -> None:
         """Notes the results. One that is an old value of an argument about to be replaced is copied out of its way."""
