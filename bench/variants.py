@@ -1,7 +1,8 @@
 """Other ways to run the same step against the plain one: results, time and memory, in turns.
 
 GPT-2 at 8x1024, bf16, AdamW: updates beside backward (`side-updates`), values that wait in host memory (`offload`), and
-the plain step once more: whether it repeats itself. By ATen's kernels alone, op by op: the reference executor, and a
+the plain step once more: whether it repeats itself. With gradients clipped by their norm: updates in the next forward,
+and beside it. By ATen's kernels alone, op by op: the reference executor, and a
 step that computes again what it has no room to keep, against the plan. All start from the same weights and see the
 same batches; losses and parameters must be those of the step they are compared with bit by bit. Libraries'
 attention adds gradients up in no fixed order, so that a step may not repeat itself: then losses must be about as near
@@ -9,7 +10,7 @@ as those of the plain step once more. Else no time is counted. Every variant is 
 what was measured for any of them.
 `python bench/variants.py [--networks gpt2 ...] [--out FILE.md]` on a GPU, in two minutes; with `--deterministic` by
 kernels that add up in a fixed order alone, where bits must be the same. Without a GPU: `--dry` walks the same path on a
-CPU at tiny sizes, where the first four are the plain step.
+CPU at tiny sizes, where what needs a GPU is the first of its kind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from wholestep.plan.side import SIDE  # noqa: E402
 CHECKED, ROUNDS, STEPS = 8, 9, 10
 #: where the plain step does not repeat itself: how many times as far from it another may be, and how far at most
 NEAR, MOST = 4.0, 1e-4
-PLAIN, AGAIN, ATEN = "plain", "plain again", "ATen"
+PLAIN, AGAIN, ATEN, CLIPPED = "plain", "plain again", "ATen", "clipped"
 #: a plan of the program's own ops by ATen's kernels: what its order and its addresses must not change
 UNCHANGED: dict[str, Any] = {"providers": ["aten"], "unchanged": True}
 EIGHT = "eight layers"
@@ -50,12 +51,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     AGAIN: {},
     "side-updates": {"force": ("side-updates *",)},
     "offload": {"force": ("offload *.mlp.c_proj/forward/*",), "level": 4},
+    CLIPPED: {"clip_norm": 1.0},
+    f"{CLIPPED}, updates in the next forward": {"clip_norm": 1.0, "updates": "in_next_forward"},
+    f"{CLIPPED}, updates beside the next forward": {"clip_norm": 1.0, "updates": "beside_next_forward"},
     ATEN: UNCHANGED,
     "ATen, by the reference executor": {"providers": ["aten"], "level": 0},
     "ATen, less memory": {**UNCHANGED, "memory_budget": 0.9},
 }
-#: those that make no difference without a GPU
-CUDA_ONLY = ("side-updates", "offload")
+#: those that make no difference without a GPU, or need one: there they are the first of their kind
+CUDA_ONLY = {"side-updates": PLAIN, "offload": PLAIN, f"{CLIPPED}, updates beside the next forward": CLIPPED}
 
 
 @dataclass
@@ -90,6 +94,7 @@ def compiled(name: str, size: str, device: str, options: dict[str, Any]) -> Vari
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # (what compiling takes is given back)
     losses = [float(step(*network.make_batch(seed, device))) for seed in range(CHECKED)]
+    step.flush()
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
     return Variant(network, step, losses, peak, seconds)
 
@@ -101,6 +106,7 @@ def repeats(variant: Variant, device: str) -> dict[str, Any]:
     for _ in range(2):
         step.load_state_dict(start)
         losses = [float(step(*variant.network.make_batch(seed, device))) for seed in range(CHECKED)]
+        step.flush()
         found.append((losses, [p.detach().clone() for p in variant.network.model.parameters()]))
     (one, here), (two, there) = found
     return apart(one, two, here, there)
@@ -154,14 +160,14 @@ def differently_chosen(plain: ws.TrainStep, other: ws.TrainStep) -> int:
 
 def race(name: str, size: str, device: str) -> dict[str, Any]:
     """All variants of one network; without times where they do not agree with the first."""
-    variants = {k: {} if device == "cpu" and k in CUDA_ONLY else v for k, v in VARIANTS.items()}
+    variants = {k: VARIANTS[CUDA_ONLY.get(k, k) if device == "cpu" else k] for k in VARIANTS}
     for options in variants.values():
         compiled(name, size, device, options)
     found: dict[str, Variant] = {}
     record: dict[str, Any] = {"network": name, "variants": {}}
     for label, options in variants.items():
         variant = found[label] = compiled(name, size, device, options)
-        base = found[ATEN if label.startswith(ATEN) else PLAIN]
+        base = found[next((kind for kind in (ATEN, CLIPPED) if label.startswith(kind)), PLAIN)]
         models = (v.network.model.parameters() for v in (base, variant))
         found_apart = apart(base.losses, variant.losses, *models)
         record["variants"][label] = found_apart | {"chosen": differently_chosen(base.step, variant.step)}
