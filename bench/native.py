@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -28,50 +29,69 @@ SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), f"{FOLDER}/test_
 AT_ONCE = 14
 
 
-def ran(command: list[str], **environment: str) -> tuple[int, str, float]:
-    """A command's status, output and seconds."""
-    start = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.returncode, done.stdout, time.perf_counter() - start
+#: seconds after which a test says where it is
+SLOW = 90
+
+
+def ran(command: list[str], limit: float | None = None, **environment: str) -> tuple[int, str]:
+    """A command's status and output; 124 where it did not end in time."""
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, timeout=limit, **how)
+    except subprocess.TimeoutExpired as late:
+        return 124, (late.stdout or b"").decode(errors="replace")
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
+    usual = ["-p", "no:cacheprovider", "--no-header", "-o", f"faulthandler_timeout={SLOW}"]
+    return [sys.executable, "-m", "pytest", *usual, *arguments]
 
 
 def tests() -> list[str]:
     """The tests of generated kernels."""
-    status, output, _ = ran(pytest("--collect-only", *SUITE))
+    status, output = ran(pytest("-q", "--collect-only", *SUITE))
     found = [line for line in output.splitlines() if line.startswith(FOLDER)]
     if status or not found:
         sys.exit(f"no tests were found:\n{output}")
     return found
 
 
-def outcome(before: list[str], chosen: list[str], **environment: str) -> tuple[bool, str, float]:
+def outcome(before: list[str], chosen: list[str], limit: float, **environment: str) -> tuple[bool, str, float]:
     """Tests shared by some processes: whether all went well, what came out, and seconds."""
     start, parts = time.perf_counter(), [part for i in range(AT_ONCE) if (part := chosen[i::AT_ONCE])]
-    with ThreadPoolExecutor(len(parts)) as pool:
-        done = list(pool.map(lambda part: ran([*before, *pytest(*part)], **environment), parts))
-    for status, output, _ in done:
+
+    def share(part: list[str]) -> tuple[int, str]:
+        status, output = ran([*before, *pytest("-v", "--durations=3", *part)], limit, **environment)
+        slowest = re.findall(r"^(\d+\.\d+s) call +(\S+)", output, re.M)
+        print(
+            f"{len(part)} tests after {time.perf_counter() - start:.0f} s, exit code {status}:",
+            *slowest[:2],
+            flush=True,
+        )
         if status:
             print(output[-3000:], flush=True)
+        return status, output
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        done = list(pool.map(share, parts))
     counts: dict[str, int] = {}
-    for _, output, _ in done:
+    if late := sum(status == 124 for status, _ in done):
+        counts["processes that did not end"] = late
+    for _, output in done:
         told = next((line for line in reversed(output.splitlines()) if re.search(r" in \d+\.\d+s", line)), "")
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", told):
             counts[word] = counts.get(word, 0) + int(number)
         for number in re.findall(r"ERROR SUMMARY: (\d+) errors?", output):
             counts["errors of memory"] = counts.get("errors of memory", 0) + int(number)
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
-    return not any(status for status, _, _ in done), words, time.perf_counter() - start
+    return not any(status for status, _ in done), words, time.perf_counter() - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=8, help="of so many tests one is run under compute-sanitizer")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each of the two")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     sanitizer = next(filter(None, map(shutil.which, SANITIZERS)), None)
@@ -98,7 +118,7 @@ def main() -> None:
         ),
     ]
     for what, before, chosen, environment in kinds:
-        well, words, seconds = outcome(before, chosen, **environment)
+        well, words, seconds = outcome(before, chosen, options.limit, **environment)
         right &= well
         lines.append(f"| {what} | {len(chosen)} | {words} | {seconds:.0f} |")
         print(lines[-1], flush=True)

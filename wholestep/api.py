@@ -158,10 +158,10 @@ def compile(
         (docs/memory.md).
     level: transformations up to this level are taken by themselves: 1 single ops, 2 neighbours, 3 the whole step,
         4 devices and memories. 0 runs the program as it is, op by op; below 2 nothing is fused.
-    providers: who may run what was fused: "aten" (PyTorch's kernels), "cublas" and "cudnn" (NVIDIA's libraries without
-        PyTorch between), "triton" (generated for NVIDIA GPUs), "cpp" (generated for CPUs), "inductor" (PyTorch's
-        compiler; only where it is named), or one that was registered.
-        By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that default.
+    providers: who may run what was fused: "aten" (PyTorch's kernels; beside others also "cublas" and "cudnn", the
+        libraries below them, without PyTorch between), "triton" (generated for NVIDIA GPUs), "cpp" (generated for
+        CPUs), "inductor" (PyTorch's compiler; only where it is named), or one that was registered. ["aten"] alone is
+        PyTorch, op by op. By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that.
     tune: times competing kernels and layouts on this machine, once: the results are kept (`wholestep cache`). "max"
         also tries matrix products as one kernel with what comes before or after them, which takes long to build.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of

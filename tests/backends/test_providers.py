@@ -67,6 +67,16 @@ def test_who_competes() -> None:
     assert [p.name for p in providers_for(CPU, ["inductor", "aten", "triton"])] == ["inductor", "aten"]
 
 
+def test_the_libraries_below_a_provider_compete_with_it() -> None:
+    def on_gpu(*names: str) -> list[str]:
+        return [p.name for p in providers_for(torch.device("cuda"), names or None)]
+
+    assert on_gpu("aten", "triton") == on_gpu() == ["aten", "cublas", "cudnn", "triton"]
+    assert on_gpu("aten") == ["aten"]  # every op through PyTorch
+    assert on_gpu("triton", "cudnn", "aten") == ["triton", "cudnn", "aten", "cublas"]
+    assert on_gpu("triton", "inductor") == ["triton", "inductor"]
+
+
 def test_an_unknown_name_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"no provider 'tritn'; known: aten, .*triton"):
         providers_for(CPU, ["aten", "tritn"])

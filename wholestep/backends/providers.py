@@ -1,8 +1,9 @@
 """Operator dialects: who can run a region. A provider says what it claims, what it expects that to cost, and builds it.
 
-`aten` runs anything, op by op; `cublas` has other algorithms for matrix products, `cudnn` writes attention and
-convolutions in place; `triton` and `cpp` generate kernels from the loop form; `inductor` hands the body to PyTorch's
-own compiler. A provider of a user's is a subclass of `Provider` that was given to `register_provider`.
+`aten` runs anything, op by op; the libraries below it take part with it: `cublas` has other algorithms for matrix
+products, `cudnn` writes attention and convolutions in place. `triton` and `cpp` generate kernels from the loop form;
+`inductor` hands the body to PyTorch's own compiler. A provider of a user's is a subclass of `Provider` that was given
+to `register_provider`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Provider(ABC):
     alone: ClassVar[tuple[str, ...]] = ()
     #: whether its ways take so long to build that it competes only where it is named, and where most can be gained
     slow: ClassVar[bool] = False
+    #: the provider that calls this library too: it takes part wherever that one competes with others
+    below: ClassVar[str] = ""
 
     def absent(self) -> str:
         """Empty where it can work on this machine, else what is lost without it, in one line."""
@@ -200,12 +203,15 @@ def known_providers() -> list[str]:
 
 
 def providers_for(device: torch.device, names: Sequence[str] | None) -> list[Provider]:
-    """The providers that compete on a device; None for all but those that have to be asked for by name."""
+    """The providers that compete on a device; None for all but those that have to be asked for by name. One that stands
+    alone has no competitors, not even the libraries below it."""
     for name in names or ():
         if name not in _PROVIDERS:
             raise InputError(f"there is no provider {name!r}; known: {', '.join(_PROVIDERS)}")
     chosen = [n for n, p in _PROVIDERS.items() if not p.slow] if names is None else list(names)
-    return [_PROVIDERS[n] for n in chosen if device.type in _PROVIDERS[n].devices]
+    if len(chosen) > 1:
+        chosen = [each for n in chosen for each in (n, *(low for low, p in _PROVIDERS.items() if p.below == n))]
+    return [_PROVIDERS[n] for n in dict.fromkeys(chosen) if device.type in _PROVIDERS[n].devices]
 
 
 @register_provider
@@ -341,7 +347,7 @@ class Generator(Provider):
 class Cublas(Provider):
     """NVIDIA's matrix products, by any of the algorithms that the library proposes."""
 
-    name, devices = "cublas", ("cuda",)
+    name, devices, below = "cublas", ("cuda",), "aten"
     alone = ("step.contract",)
 
     def at_once(self, region: Region) -> bool:
@@ -370,7 +376,7 @@ class Cublas(Provider):
 class Cudnn(Provider):
     """NVIDIA's attention and convolutions, with results where the plan wants them."""
 
-    name, devices = "cudnn", ("cuda",)
+    name, devices, below = "cudnn", ("cuda",), "aten"
     alone = cudnn_ways.OPS
 
     def at_once(self, region: Region) -> bool:

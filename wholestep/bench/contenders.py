@@ -20,13 +20,12 @@ from .jax_contender import JaxTraining
 from .workload import Batch, Workload
 
 OURS, EAGER = "wholestep", "eager"
-#: ours with other options: ATen's kernels alone, with our own kernels, with PyTorch's compiler for regions too, every
-#: configuration tried, host memory for what a budget has no room for
+#: ours with other options: ATen's kernels alone, with PyTorch's compiler for regions too, every configuration tried,
+#: host memory for what a budget has no room for
 OWN: dict[str, dict[str, Any]] = {
     OURS: {},
     "aten": {"providers": ["aten"]},
-    "triton": {"providers": ["aten", "triton"]},
-    "inductor": {"providers": ["aten", "cublas", "cudnn", "triton", "cpp", "inductor"]},
+    "inductor": {"providers": ["aten", "triton", "cpp", "inductor"]},
     "max": {"tune": "max"},
     "offload": {"level": 4},
 }

@@ -28,7 +28,6 @@ from .summary import (
 COLOURS = {
     "wholestep": "#d62728",
     "aten": "#e899a0",
-    "triton": "#bcbd22",
     "inductor": "#7f3c8d",
     "max": "#ff9da6",
     "offload": "#17a2b8",

@@ -33,8 +33,8 @@ HEAD = (
     "largest distance, and one limit for all steps, at least 1 % in bf16 and 0.1 % in fp32.",
     "- *wholestep:x* and *compile:x* have a budget of memory: a share of our own peak, torch's "
     "`activation_memory_budget`. *checkpoint*: `torch.utils.checkpoint` on every block. *aten*: ours with "
-    '`providers=["aten"]`; *triton*: with `providers=["aten", "triton"]`; *inductor*: with PyTorch\'s compiler among '
-    'them; *max*: with `tune="max"`; *offload:x*: with a budget at `level=4`, where values may wait in host memory.',
+    '`providers=["aten"]`; *inductor*: with PyTorch\'s compiler among the providers; *max*: with `tune="max"`; '
+    "*offload:x*: with a budget at `level=4`, where values may wait in host memory.",
 )
 CONTENDER_COLUMNS = (
     "contender",
@@ -124,7 +124,7 @@ def share_lines(facts: Mapping[str, Any]) -> list[str]:
     for kind in ("providers", "families"):
         whole = sum(share["bytes"] for share in facts[kind].values()) or 1
         for name, share in facts[kind].items():
-            seconds = share["measured seconds"]
+            clocked, modelled = (share[f"{how} seconds"] for how in ("measured", "modelled"))
             rows.append(
                 [
                     f"{kind.removesuffix('s').replace('familie', 'family')} {name}",
@@ -132,8 +132,7 @@ def share_lines(facts: Mapping[str, Any]) -> list[str]:
                     str(share["distinct"]),
                     f"{share['bytes'] / 1e9:.2f}",
                     f"{share['bytes'] / whole:.1%}",
-                    "-" if seconds is None else f"{seconds * 1e3:.2f}",
-                    f"{share['modelled seconds'] * 1e3:.2f}",
+                    *("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in (clocked, modelled)),
                 ]
             )
     phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in facts["seconds"].items())

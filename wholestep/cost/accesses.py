@@ -398,9 +398,11 @@ def elements_read(kernel: Op) -> list[int]:
 
 
 def operators_of(kernel: Kernel, operands: Sequence[Spec]) -> list[Operator]:
-    """The operators of a kernel, views left out: what each touches."""
+    """The operators of a kernel, views left out: what each touches. What runs as a whole reads its scratch after."""
     tensors: dict[int, torch.Tensor] = {}
     root: dict[int, int] = {}
+    scratch = {number for number, *_ in kernel.scratch}
+    scratch -= {n for step in kernel.steps if step.kind != VIEW for n in reads_and_writes(step)[0]}
     for number, spec in (*enumerate(operands), *kernel.memory.items()):
         tensors[number] = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
         root[number] = number
@@ -421,6 +423,7 @@ def operators_of(kernel: Kernel, operands: Sequence[Spec]) -> list[Operator]:
         touches += [touch(tensors[n], root[n], True) for n in writes]
         makes = tuple([n for n in step.makes if n >= 0]) if step.kind == NEW else ()
         looks_up = operator_name(step) in LOOK_UPS and bool(reads)
+        touches += [touch(tensors[n], root[n], False) for n in writes if step.kind == KERNEL and n in scratch]
         out.append(Operator(step.kind, touches, looks_up, makes))
     return out
 

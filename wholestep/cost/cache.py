@@ -101,8 +101,14 @@ def works(frame: Frame, passes: Mapping[str, int]) -> Iterator[list[Pass]]:
 
 
 def passes_of(calls: Sequence[Call], times: int) -> list[Pass]:
-    """Calls as passes; the one that reads the most reads `times` times."""
-    out = [([a for a in call if not a.written], [a for a in call if a.written]) for call in calls]
+    """Calls as passes; the one that reads the most reads `times` times. Scratch is read after it was written."""
+    out: list[Pass] = []
+    for call in calls:
+        reads, writes = [a for a in call if not a.written], [a for a in call if a.written]
+        scratch = {a.place for a in writes if a.inside}
+        out.append(([a for a in reads if not (a.inside and a.place in scratch)], writes))
+        later = [a for a in reads if a.inside and a.place in scratch]
+        out += [(later, [])] if later else []
     if times > 1 and out:
         most = max(range(len(out)), key=lambda i: sum(a.bytes for a in out[i][0]))
         out[most:most] = [(out[most][0], [])] * (times - 1)
