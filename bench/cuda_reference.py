@@ -1,6 +1,8 @@
 """Reference execution on a GPU and on this torch: networks of the zoo train like eager PyTorch, then GPT-2 is timed.
 
 Run where there is a GPU: `python bench/cuda_reference.py [--out DIR]`. CI has none; bench/results/ holds the record.
+`--rounding NETWORK` trains eagerly alone, anywhere: how far ten steps get from those of weights that are one rounding
+away.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import wholestep as ws  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
-from tests.zoo.compare import KINDS, compare  # noqa: E402
+from tests.zoo.compare import KINDS, STEPS, compare, far_buffers, optimizer_for  # noqa: E402
 
 NETWORKS = [
     "gpt2",
@@ -75,6 +77,38 @@ def check(device: str) -> list[dict]:
     return rows
 
 
+def eagerly(name: str, kind: str, nudge: int | None = None) -> torch.nn.Module:
+    """A network after ten eager steps; nudge: of weights that are at most one rounding away, by this seed."""
+    entry = ZOO[name]
+    model, batch = entry.build()
+    if nudge is not None:
+        numbers = torch.Generator().manual_seed(nudge)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + (torch.rand(p.shape, generator=numbers) - 0.5) * torch.finfo(p.dtype).eps)
+    optimizer = optimizer_for(kind, entry, model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        entry.loss(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+def rounding(name: str, seeds: int = 6) -> list[str]:
+    """A row for each seed: what one rounding of the weights makes of eager training."""
+    lines = ["| optimizer | seed | parameters apart | buffers beyond the limit |", "|---|---|---|---|"]
+    for kind in KINDS:
+        wanted = eagerly(name, kind)
+        for seed in range(seeds):
+            found = eagerly(name, kind, seed)
+            pairs = zip(found.parameters(), wanted.parameters(), strict=True)
+            apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+            far = far_buffers(found, wanted, 1e-5)
+            told = f"{', '.join(far[:2])}{', ...' if len(far) > 2 else ''} ({len(far)})" if far else "none"
+            lines.append(f"| {kind} | {seed} | {apart:.1e} | {told} |")
+    return lines
+
+
 def time_gpt2(device: str) -> dict:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -123,7 +157,12 @@ def time_gpt2(device: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
-    out = parser.parse_args().out
+    parser.add_argument("--rounding", metavar="NETWORK")
+    options = parser.parse_args()
+    if options.rounding:
+        print("\n".join(rounding(options.rounding)))
+        return
+    out = options.out
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     torch.set_num_threads(4)
     torch.backends.cudnn.allow_tf32 = False  # both sides in full float32, and by kernels that repeat themselves
