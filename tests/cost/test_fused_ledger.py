@@ -9,9 +9,11 @@ import torch
 
 from tests.cost.models import language_step, moved
 from wholestep.backends.choose import Choices, Chosen
+from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import Region, providers_for
 from wholestep.cost import Movement, movement_of
 from wholestep.cost.accesses import elements_read
+from wholestep.cost.cache import through_cache, without_cache
 from wholestep.dialects.step import StepBuilder
 from wholestep.ir import F32, I64, TensorType, add_function, finish_function, module
 from wholestep.plan.planner import planned_function
@@ -67,3 +69,22 @@ def test_what_is_read_twice_counts_as_often_up_to_the_whole() -> None:
     b, (x,) = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
     finish_function(function, [b.add(b.slice(x, dim=0, start=0, end=2), b.slice(x, dim=0, start=4, end=6))])
     assert elements_read(lowered(function)) == [2 * 2 * 8]
+
+
+def test_scratch_is_written_and_then_read() -> None:
+    class WithScratch(Everything):
+        def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
+            super().decide(regions, later, aten)
+            for region in regions:
+                self.known[region.key].scratch = (Spec((5, 8), (8, 1), torch.float32),)
+
+    function = add_function(module(), "main", [TensorType((6, 8), F32)])
+    b, (x,) = StepBuilder(function.regions[0].block), function.regions[0].block.arguments
+    finish_function(function, [b.mul(b.exp(x), x)])
+    choices = WithScratch(CPU, providers_for(CPU, ("aten", "cpp")), None, False)
+    planned = planned_function(function, CPU, choices=choices)
+    (kernel,) = movement_of(planned).ledger.kernels
+    assert kernel.launches == 1
+    assert [(m.written, m.bytes) for m in kernel.moves if m.cause == "workspace"] == [(True, 160), (False, 160)]
+    plain, cached = without_cache(planned), through_cache(planned, 1 << 20, warm=False)
+    assert plain.read == [192 + 160] and cached.read == [192]  # it is still in the cache when it is read
