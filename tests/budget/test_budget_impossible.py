@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.budget.fit import close, may_be_leaner
 from wholestep.budget.trials import MARK
 from wholestep.errors import MemoryBudgetError
 
@@ -47,3 +49,21 @@ def test_where_something_helps_it_is_computed_again():
     assert "with all that helps computed again in backward" in text and "forbid" not in text
     text = message(layers(), nn.functional.mse_loss, batch, 1, providers=["aten"], forbid=["recompute step/1/*"])
     assert "with all that helps and is not forbidden computed again" in text and "or forbid less" in text
+
+
+def test_only_ways_that_may_need_the_least_are_looked_at_closely():
+    def way(peak):
+        solver = SimpleNamespace(leanest=lambda: SimpleNamespace(choice=SimpleNamespace(again=frozenset({1}))))
+        return SimpleNamespace(fitter=SimpleNamespace(solver=solver, peak=lambda again: peak))
+
+    ways = [way(130), way(104), way(100), way(111)]
+    assert close(ways) == ways[1:3]
+
+
+@pytest.mark.parametrize(
+    ("beside", "allowed", "tried"), [(6, 10, True), (4, 10, False), (4, 97, True), (4, 95, False), (0, 10, False)]
+)
+def test_kernels_are_left_out_where_they_take_much(beside, allowed, tried):
+    """The step needs 100: a kernel's memory counts where it is a twentieth of that, or all that is missing."""
+    buffers = [SimpleNamespace(lifetime=kind, bytes=n) for kind, n in (("activation", 50), ("workspace", beside))]
+    assert may_be_leaner(SimpleNamespace(plan=SimpleNamespace(buffers=buffers), peak=100), allowed) is tried

@@ -134,7 +134,7 @@ def test_calibration_measures_this_cpu(monkeypatch):
     assert found.kind == "cpu" and found.cores == torch.get_num_threads() and not found.overlapped
     assert set(found.gemm) == {"f64", "f32", "bf16", "f16"}
     assert 1e8 < found.bandwidth < 1e13 and 1e-8 < found.launch_seconds < 1e-3
-    assert found.gemm["f32"] > found.gemm["f64"] / 2 > 1e7
+    assert min(found.gemm.values()) > 1e7
     assert from_json(found.to_json(), "it") == found
 
 

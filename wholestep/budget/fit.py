@@ -44,6 +44,9 @@ from .windows import note_windows
 
 #: transformations that a budget takes by itself
 MEANS = ("recompute", "renormalize", "chunk-loss")
+#: where nothing fits: how much more than the least of all ways one may need to be looked at closely, and the share of
+#: the step that a kernel must take beside its tensors for others to be tried
+CLOSE, MUCH = 1.1, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +145,18 @@ def fit_budget(
         return report, change_losses(module, losses)
     setting = Setting(trials, allowed, machine, forbidden, offload)
     fit = cheapest(module, function, Start.of(copy, inside, before, setting, Losses(tuple(losses))), setting)
-    if not fit.fits and choices is not None:
+    if not fit.fits and choices is not None and may_be_leaner(fit, allowed):
         fit = min(fit, leaner(module, function, setting, losses), key=lambda f: (not f.fits, f.peak))
     if not fit.fits:
         kept_out = rules_out(module, forbidden)
         raise MemoryBudgetError(impossible(fit.plan, allowed, len(fit.again), kept_out, micro_batches(function)))
     return describe(fit, allowed, plan, machine), fit.apply(module)
+
+
+def may_be_leaner(fit: Fit, allowed: int) -> bool:
+    """Whether kernels take so much memory beside their tensors that a step could fit, or need much less, without."""
+    beside = max([b.bytes for b in fit.plan.buffers if b.lifetime == "workspace"], default=0)
+    return beside >= min(fit.peak - allowed, int(MUCH * fit.peak))
 
 
 def leaner(module: Op, function: Op, setting: Setting, losses: Sequence[str]) -> Fit:
@@ -188,12 +197,19 @@ def cheapest(module: Op, function: Op, start: Start, setting: Setting) -> Fit:
             found.append(fitted(ways[1], setting))
     fitting = [fit for fit in found if fit is not None]
     if not fitting:
+        ways = close(ways)
         lean = [leanest(way, setting) for way in ways]
         if setting.trials.fuses and not any(fit.fits for fit in lean):
             parts = [way.op_by_op(setting) for way in ways]
-            lean += [fitted(part, setting) or leanest(part, setting) for part in parts]
+            lean += [fitted(part, setting) or leanest(part, setting) for part in close(parts)]
         fitting = [fit for fit in lean if fit.fits] or [min(lean, key=lambda f: f.peak)]
     return min(fitting, key=lambda f: f.seconds)
+
+
+def close(ways: Sequence[Start]) -> list[Start]:
+    """Those of some ways that may need the least: by the plans of what the model calls leanest."""
+    needed = [way.fitter.peak(way.fitter.solver.leanest().choice.again) for way in ways]
+    return [way for way, size in zip(ways, needed, strict=True) if size <= CLOSE * min(needed)]
 
 
 @dataclass(frozen=True, slots=True)
