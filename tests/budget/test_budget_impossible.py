@@ -48,3 +48,28 @@ def test_where_something_helps_it_is_computed_again():
     assert "with all that helps computed again in backward" in text and "forbid" not in text
     text = message(layers(), nn.functional.mse_loss, batch, 1, providers=["aten"], forbid=["recompute step/1/*"])
     assert "with all that helps and is not forbidden computed again" in text and "or forbid less" in text
+
+
+class Recurrent(nn.Module):
+    """What is computed again takes as much as it saves: the peak is in the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.out(state)
+
+
+def test_a_least_that_nothing_lowers_is_the_step_as_it_is():
+    torch.manual_seed(0)
+    model, batch = Recurrent(), (torch.randn(8, 6, 8), torch.randint(0, 3, (8,)))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    options = {"providers": ["aten"], "skip_nonfinite": True}
+    peak = ws.compile(model, nn.functional.cross_entropy, optimizer, batch, **options).plan().peak
+    with pytest.raises(MemoryBudgetError, match=f"memory_budget={peak} or more") as caught:
+        ws.compile(model, nn.functional.cross_entropy, optimizer, batch, memory_budget=0.85, **options)
+    assert "with nothing computed again in backward, since that would not help" in str(caught.value)

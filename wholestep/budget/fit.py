@@ -144,8 +144,9 @@ def fit_budget(
     if not fit.fits and choices is not None:
         fit = min(fit, leaner(module, function, setting, losses), key=lambda f: (not f.fits, f.peak))
     if not fit.fits:
-        kept_out = rules_out(module, forbidden)
-        raise MemoryBudgetError(impossible(fit.plan, allowed, len(fit.again), kept_out, micro_batches(function)))
+        kept_out, helps = rules_out(module, forbidden), fit.peak < plan.peak
+        least, again = (fit.plan, len(fit.again)) if helps else (trials.planned(inside).plan, 0)
+        raise MemoryBudgetError(impossible(least, allowed, again, kept_out, micro_batches(function)))
     return describe(fit, allowed, plan, machine), fit.apply(module)
 
 
