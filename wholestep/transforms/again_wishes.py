@@ -31,8 +31,8 @@ class AgainWishes:
 
     @classmethod
     def among(cls, recipe: Iterable[str], force: Iterable[str], forbid: Iterable[str]) -> AgainWishes:
-        own = [tuple(k for k in keys if k.partition(" ")[0] == NAME) for keys in (recipe, force)]
-        return cls(*own, tuple(k for k in forbid if meant(k) in (None, [NAME])))
+        lines, forced = (tuple(k for k in keys if k.partition(" ")[0] == NAME) for keys in (recipe, force))
+        return cls(lines, forced, tuple(k for k in forbid if meant(k) in (None, [NAME])))
 
 
 def site(fuser: Fuser, value: Value, readers: Sequence[Group]) -> str:

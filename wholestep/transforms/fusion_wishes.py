@@ -29,7 +29,7 @@ PREFIX = "fuse "
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Lines and patterns that begin with "fuse ", or are about computing again; of `forbid` also those about anything."""
+    """Lines and patterns that begin with "fuse ", or are about computing again; of `forbid` also those of any name."""
 
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Wishes:
     def among(cls, recipe: Iterable[str], force: Iterable[str], forbid: Iterable[str]) -> Wishes:
         """Those of the options of a step that are about fusion."""
         unwanted = [f"{PREFIX}*" if k == PREFIX.strip() else k for k in forbid if is_wish(k) or meant(k) is None]
-        found = cls(*(tuple(filter(is_wish, keys)) for keys in (recipe, force)), tuple(unwanted))
+        found = cls(tuple(filter(is_wish, recipe)), tuple(filter(is_wish, force)), tuple(unwanted))
         if found.recipe and found.force:
             raise InputError(
                 f"recipe says which kernels there are: put the ops of {found.force[0]!r} into one line of it"
