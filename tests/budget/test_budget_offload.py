@@ -98,8 +98,9 @@ def test_below_what_running_again_reaches_both_are_used() -> None:
     check(case, report)
 
 
-def test_what_is_forbidden_stays() -> None:
-    _, report, recipe = fit(0.9, FAST, offload=True, forbidden=["offload *"])
+@pytest.mark.parametrize("pattern", ["offload *", "offload"])
+def test_what_is_forbidden_stays(pattern: str) -> None:
+    _, report, recipe = fit(0.9, FAST, offload=True, forbidden=[pattern])
     assert kinds(recipe) == {"recompute"} and report.offloaded == 0
 
 

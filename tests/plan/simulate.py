@@ -17,9 +17,10 @@ from wholestep.backends.absorption import absorb_casts
 from wholestep.backends.aten import lower
 from wholestep.backends.host import host_function, with_constants
 from wholestep.dialects.step import torch_dtype
+from wholestep.dialects.step.control import root_of
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op
-from wholestep.ir.hashing import structural_hash
+from wholestep.ir.hashing import program_hash
 from wholestep.plan.plan import Plan
 from wholestep.runtime.executor import chooses_on_host, takes_floats, with_tensors
 from wholestep.runtime.micro_batches import MicroBatchLoop
@@ -81,7 +82,7 @@ def simulate(
     plan: Plan, function: Op, module: Op, inputs: Sequence[torch.Tensor], arena: torch.Tensor | None = None
 ) -> Replay:
     """Runs a plan. `function` is the expanded function; `inputs` are changed where the plan replaces them."""
-    assert plan.fingerprint == structural_hash(function)
+    assert plan.fingerprint == program_hash(function, root_of(function))
     memory = Memory(plan, inputs, arena)
     ops = list(function.regions[0].block)
     absorption = absorb_casts(function)

@@ -20,7 +20,7 @@ from wholestep.cost import make_ledger
 from wholestep.dialects.move.verify import verify_plan
 from wholestep.plan import plan_to_module
 from wholestep.plan.plan import Plan
-from wholestep.plan.text import load, save
+from wholestep.plan.text import describe_changes, load, save
 
 
 class Scratch(LoopReference):
@@ -194,6 +194,20 @@ def test_plan_text(tmp_path: Path) -> None:
     again = load(path)
     assert again == plan
     assert [launch.provider for launch in again.launches].count("scratch") == len(kernels_of(plan, "scratch")) > 0
+
+
+def test_the_fingerprint_is_of_what_kernels_compute_and_not_of_their_names() -> None:
+    def plan(approximate: str, **options: Any) -> tuple[Plan, list[str]]:
+        model = fresh(lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(approximate), nn.LayerNorm(8), nn.Linear(8, 3)))
+        batch, options = (data(4, 6), torch.arange(4) % 3), {"providers": ["aten", "loops"], "tune": False, **options}
+        step = ws.compile(model, nn.functional.cross_entropy, adamw(model), batch, **options)
+        return step.plan(), step.recipe
+
+    (exact, recipe), (other, _) = plan("none"), plan("tanh")
+    assert exact != other and describe_changes(exact, other) == "they are plans of different programs"
+    assert plan("none", recipe=recipe)[0] == exact  # its kernels are numbered otherwise
+    micro = [plan(a, accumulate=2)[0] for a in ("none", "tanh", "none")]
+    assert micro[0] == micro[2] and "micro-batch 0: they are plans of different" in describe_changes(micro[0], micro[1])
 
 
 def test_fp16_with_loss_scaling_skips_the_same_steps() -> None:

@@ -125,6 +125,17 @@ def test_forbidden_neighbours_stay_apart():
         compiled(forbid=["fuse *softmax*"])
 
 
+@pytest.mark.parametrize("pattern", ["fuse", "fuse *", "*", "*gelu*"])
+def test_a_name_alone_and_a_pattern_of_any_name_forbid_fusion_too(pattern):
+    step = compiled(forbid=[pattern])
+    assert not any(" + " in line for line in step.recipe if "gelu" in line or pattern != "*gelu*")
+    assert step.why_not(GELU, NORM) == f"{GELU} and {NORM} are not one kernel: it is forbidden"
+    assert losses(step) == pytest.approx(losses(compiled()), rel=1e-4)
+    with pytest.raises(InputError, match=r"forbid names 'fuse \*', but nothing is fused"):
+        compiled(forbid=["fuse"], level=1)
+    assert compiled(forbid=["*"], level=1).recipe == []
+
+
 def test_forced_pairs_are_tried_first():
     """Two readers of one product: by itself the first becomes one with what it makes."""
 

@@ -6,7 +6,6 @@ plan fit. While all copies together take no longer than the step itself they are
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from ..ir.core import Op
 from ..machine.description import Description
 from ..plan import Plan
 from ..transforms.offload import Offload
-from ..transforms.opportunity import sites
+from ..transforms.opportunity import matches, sites
 
 FROM, TO = "device_to_host", "host_to_device"
 
@@ -54,7 +53,7 @@ def fewest_away(
     plan_with: the plan of the step with these values sent away.
     """
     possible = [o for o in Offload().find(module) if not o.why_not]
-    possible = [o for o in possible if not any(o.key == p or fnmatch.fnmatchcase(o.key, p) for p in forbidden)]
+    possible = [o for o in possible if not matches(o, forbidden)]
     possible.sort(key=lambda o: o.change.saved)
     keys = tuple(o.key for o in possible)
     if not keys or plan_with(keys).peak > budget:

@@ -10,7 +10,6 @@ Where that does not fit either, kernels that take much memory beside their tenso
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,7 @@ from ..plan import Plan
 from ..plan.planner import Planned
 from ..transforms.chunked_loss import large_losses
 from ..transforms.fusion_wishes import Wishes
-from ..transforms.opportunity import Opportunity, apply_key, opportunities, site_names
+from ..transforms.opportunity import Opportunity, apply_key, is_named, matches, opportunities, site_names
 from .away import Away, fewest_away, send_away
 from .choice import Segments, cut
 from .copies import note_copies
@@ -148,8 +147,9 @@ def fit_budget(
     if not fit.fits and choices is not None and may_be_leaner(fit, allowed):
         fit = min(fit, leaner(module, function, setting, losses), key=lambda f: (not f.fits, f.peak))
     if not fit.fits:
-        kept_out = rules_out(module, forbidden)
-        raise MemoryBudgetError(impossible(fit.plan, allowed, len(fit.again), kept_out, micro_batches(function)))
+        kept_out, helps = rules_out(module, forbidden), fit.peak < plan.peak
+        least, again = (fit.plan, len(fit.again)) if helps else (trials.planned(inside).plan, 0)
+        raise MemoryBudgetError(impossible(least, allowed, again, kept_out, micro_batches(function)))
     return describe(fit, allowed, plan, machine), fit.apply(module)
 
 
@@ -190,7 +190,7 @@ def cheapest(module: Op, function: Op, start: Start, setting: Setting) -> Fit:
     ways = [start]
     plain = fitted(start, setting)
     found = [plain]
-    chunked = [c for c in large_losses(module) if not is_forbidden(c[0].key, setting.forbidden)]
+    chunked = [c for c in large_losses(module) if not matches(c[0], setting.forbidden)]
     if chunked:
         ways.append(in_chunks(module, function, start, chunked, setting))
         if plain is None or ways[1].losses.seconds < plain.seconds:
@@ -302,7 +302,7 @@ def segments_of(
     graph = graph_of(inner, list(block), setting.machine)
     for node in graph.nodes:
         keys = [f"{way_of(op, statistics).name} {names[op]}" for op in node.ops]
-        if any(is_forbidden(key, setting.forbidden) for key in keys):
+        if any(is_named(key, setting.forbidden) for key in keys):
             node.again = False
     if copies:
         note_copies(graph, block)
@@ -375,11 +375,7 @@ def priced(machine: Description | None, device: torch.device) -> Description:
     return replace(other, name=f"{other.name} (this machine is not described)")
 
 
-def is_forbidden(key: str, patterns: Sequence[str]) -> bool:
-    return any(key == p or fnmatch.fnmatchcase(key, p) for p in patterns)
-
-
 def rules_out(module: Op, forbidden: Sequence[str]) -> bool:
     """Whether a user forbids something that a budget might have done."""
     found = opportunities(module, names=MEANS) if forbidden else []
-    return any(is_forbidden(opportunity.key, forbidden) for opportunity in found if not opportunity.why_not)
+    return any(matches(opportunity, forbidden) for opportunity in found if not opportunity.why_not)

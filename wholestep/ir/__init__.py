@@ -21,7 +21,7 @@ from .dialect import (
     TypeConstraint,
     UnregisteredOp,
 )
-from .hashing import structural_hash
+from .hashing import program_hash, structural_hash
 from .parser import parse
 from .printer import print_module, print_op
 from .rewrite import PatternRewriter, RewritePattern, apply_patterns
@@ -94,5 +94,6 @@ __all__ = [
     "RewritePattern",
     "PatternRewriter",
     "apply_patterns",
+    "program_hash",
     "structural_hash",
 ]

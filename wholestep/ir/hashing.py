@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable
 
 from .attributes import Attribute, attribute_text, entry_text
+from .builtin import functions
 from .core import Block, Op, Region, Value
 
 
@@ -27,6 +28,26 @@ def structural_hash(what: Op | Block | Region | Iterable[Op], ignore: Iterable[s
         for op in ops:
             hasher.op(op)
     return hashlib.blake2b("\n".join(hasher.lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def program_hash(function: Op, root: Op) -> str:
+    """The same for a function together with those of its module that it calls, whatever all of them are called.
+
+    Of one that the module does not have its name counts.
+    """
+    named = {f.attributes["sym_name"]: f for f in functions(root)}
+    found: dict[str, str] = {}
+
+    def text(function: Op) -> str:
+        hashes = [structural_hash(function, ("sym_name", "callee"))]
+        for op in function.regions[0].block:
+            if (callee := op.attributes.get("callee")) is not None:
+                if callee.name not in found:
+                    found[callee.name] = text(named[callee.name]) if callee.name in named else callee.name
+                hashes.append(found[callee.name])
+        return hashlib.blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
+
+    return text(function)
 
 
 class _Hasher:

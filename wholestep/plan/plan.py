@@ -81,7 +81,7 @@ class Plan:
     """A step with its order and its addresses."""
 
     function: str  # symbol of the planned function
-    fingerprint: str  # structural hash of the planned function
+    fingerprint: str  # structural hash of the planned function and of those it calls
     device: str  # "cpu" or "cuda"
     alignment: int
     order: str  # which order was best: program, or how it was found

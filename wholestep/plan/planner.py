@@ -21,7 +21,7 @@ from ..errors import InputError, WholestepError
 from ..ir.builtin import lookup
 from ..ir.collector import collector_paused
 from ..ir.core import Op, Value
-from ..ir.hashing import structural_hash
+from ..ir.hashing import program_hash
 from ..transforms.around import divide
 from ..transforms.batch import WAIT, Batches, batch, unbatch
 from ..transforms.expand import expanded
@@ -272,7 +272,7 @@ class _Planner:
         kinds, names = argument_words(function)
         plan = Plan(
             function.attributes["sym_name"],
-            structural_hash(function),
+            program_hash(function, root_of(function)),
             self.device.type,
             alignment,
             name,

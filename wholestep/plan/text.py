@@ -340,10 +340,14 @@ def _check(plan: Plan) -> None:
     """What the verifier of the dialect cannot see: numbers that must name something."""
     for each in (plan, *plan.bodies):
         count = len(each.buffers)
+        there = {n for n, b in enumerate(each.buffers) if b.space != "host" or b.argument >= 0}
         for launch in each.launches:
             for number in (*launch.reads, *launch.writes, launch.workspace):
                 if not -1 <= number < count:
                     raise SavedStepError(f"a launch of {launch.name} names buffer {number} of {count}")
+            if lost := set(launch.reads) - there - {-1}:
+                raise SavedStepError(f"a launch of {launch.name} reads number {min(lost)}, which nothing has written")
+            there.update(launch.writes)
             if launch.body >= len(plan.bodies):
                 raise SavedStepError(f"a launch runs plan {launch.body} of {len(plan.bodies)}")
         for returned in each.results:
@@ -383,6 +387,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
 def _unchanged(text: str) -> str:
     """The text of a file, if it is what its first line says."""
     told = FIRST_LINE.match(text)
+    if told is None and text.startswith("// wholestep"):
+        raise SavedStepError("it was changed or damaged since it was saved (its first line tells no checksum)")
     if told is None:
         return text
     if int(told[1]) != VERSION:
@@ -415,8 +421,12 @@ def describe_changes(old: Plan, new: Plan) -> str:
         if getattr(old, name) != getattr(new, name):
             lines.append(f"{name}: {getattr(old, name)} -> {getattr(new, name)}")
     lines += _launch_changes(old, new)
-    if old.fingerprint == new.fingerprint and len(old.buffers) == len(new.buffers):
-        lines += _buffer_changes(old, new)
+    if old.fingerprint == new.fingerprint:
+        lines += _same_launch_changes(old, new)
+        lines += _buffer_changes(old, new) if len(old.buffers) == len(new.buffers) else []
+        for name in ("results", "assumed", "program_order_bound", *BESIDE):
+            if getattr(old, name) != getattr(new, name):
+                lines.append(f"other {name.replace('_', ' ')}")
     for number, (left, right) in enumerate(zip(old.bodies, new.bodies, strict=False)):
         inner = describe_changes(left, right)
         lines += [f"in the plan per micro-batch {number}: {line}" for line in inner.splitlines()]
@@ -438,6 +448,20 @@ def _launch_changes(old: Plan, new: Plan) -> list[str]:
     return lines
 
 
+def _same_launch_changes(old: Plan, new: Plan) -> list[str]:
+    """What is different about launches of the same ops."""
+    before = {x.op: x for x in old.launches if x.op >= 0}
+    pairs = [(before[x.op], x) for x in new.launches if x.op in before]
+    lines = []
+    for name in ("provider", "stream", "phase", "layer"):
+        changed = Counter((getattr(a, name), getattr(b, name)) for a, b in pairs)
+        lines += [f"{n} launches: {name} {a} -> {b}" for (a, b), n in sorted(changed.items()) if a != b]
+    for name in ("reads", "writes", "in_place", "waits", "body", "workspace", "makes", "takes"):
+        if count := sum(getattr(a, name) != getattr(b, name) for a, b in pairs):
+            lines.append(f"{count} launches: other {name}")
+    return lines
+
+
 def _buffer_changes(old: Plan, new: Plan) -> list[str]:
     lines = []
     pairs = list(zip(old.buffers, new.buffers, strict=True))
@@ -447,4 +471,7 @@ def _buffer_changes(old: Plan, new: Plan) -> list[str]:
     moved = [b for a, b in pairs if a.base < 0 and b.base < 0 and a.offset != b.offset]
     if moved:
         lines.append(f"{len(moved)} buffers lie at another offset")
+    for name in ("type", "strides", "space", "lifetime", "of", "argument", "op", "name"):
+        if count := sum(getattr(a, name) != getattr(b, name) for a, b in pairs):
+            lines.append(f"{count} buffers: other {name}")
     return lines

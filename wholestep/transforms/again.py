@@ -292,7 +292,7 @@ def is_forbidden(fuser: Fuser, value: Value, other: Group) -> bool:
     assert value.op is not None
     name = fuser.names[value.op]
     return any(
-        fnmatch.fnmatchcase(f"{fuser.names[u]} <- {name}", pattern)
+        fnmatch.fnmatchcase(f"fuse {fuser.names[u]} <- {name}", pattern)
         for pattern in fuser.forbid
         for u in other.members
         if u in fuser.names

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..ir.core import Value
-from .opportunity import fits
+from .opportunity import fits, meant
 from .regions import base
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class AgainWishes:
 
     @classmethod
     def among(cls, recipe: Iterable[str], force: Iterable[str], forbid: Iterable[str]) -> AgainWishes:
-        return cls(*(tuple(k for k in keys if k.partition(" ")[0] == NAME) for keys in (recipe, force, forbid)))
+        lines, forced = (tuple(k for k in keys if k.partition(" ")[0] == NAME) for keys in (recipe, force))
+        return cls(lines, forced, tuple(k for k in forbid if meant(k) in (None, [NAME])))
 
 
 def site(fuser: Fuser, value: Value, readers: Sequence[Group]) -> str:

@@ -28,7 +28,7 @@ from .early_sums import bring, draw_near, join_sums, why_not_early
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
 from .loops import is_primitive
-from .opportunity import site_names
+from .opportunity import meant, site_names
 from .put_off import UPDATE, may_wait, put_off
 from .recompute import originals
 from .regions import (
@@ -208,8 +208,8 @@ class Fuser:
         self.seconds, self.products = seconds, products
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
-        self.forbid = [p.removeprefix("fuse ") for p in forbid if p.startswith("fuse ")]
         self.again = AgainWishes.among(recipe, force, forbid)
+        self.forbid = [pattern for pattern in forbid if pattern.startswith("fuse ") or meant(pattern) is None]
         self.recipe = [line for line in recipe if line not in self.again.recipe]
         self.force = [pattern for pattern in force if pattern not in self.again.force]
         self.runs_on_host, self.alone = runs_on_host, alone
@@ -512,10 +512,10 @@ class Fuser:
         self.refused[producer, consumer] = self.fusion.refusals[pair], self.fusion.gains[pair] = why, gain
 
     def why_not(self, a: Group, b: Group, producer: Op, consumer: Op) -> str:
-        key = f"{self.names[consumer]} <- {self.names[producer]}"
+        key = f"fuse {self.names[consumer]} <- {self.names[producer]}"
         for pattern in self.forbid:
             if fnmatch.fnmatchcase(key, pattern):
-                self.fusion.forbidden.add(f"fuse {pattern}")
+                self.fusion.forbidden.add(pattern)
                 return "it is forbidden"
         halves = {max(map(self.half, group.members)) for group in (a, b)}
         apart = len(halves) > 1 and not self.may_wait(a, b)

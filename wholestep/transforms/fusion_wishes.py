@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..ir.core import Op, Value
 from .again_wishes import NAME
 from .early_sums import is_tried
-from .opportunity import fits, near
+from .opportunity import fits, meant, near
 from .regions import is_view, piece_of, readers_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ PREFIX = "fuse "
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Lines and patterns that begin with "fuse ", or are about computing again."""
+    """Lines and patterns that begin with "fuse ", or are about computing again; of `forbid` also those of any name."""
 
     recipe: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
@@ -38,7 +38,8 @@ class Wishes:
     @classmethod
     def among(cls, recipe: Iterable[str], force: Iterable[str], forbid: Iterable[str]) -> Wishes:
         """Those of the options of a step that are about fusion."""
-        found = cls(*(tuple(filter(is_wish, keys)) for keys in (recipe, force, forbid)))
+        unwanted = [f"{PREFIX}*" if k == PREFIX.strip() else k for k in forbid if is_wish(k) or meant(k) is None]
+        found = cls(tuple(filter(is_wish, recipe)), tuple(filter(is_wish, force)), tuple(unwanted))
         if found.recipe and found.force:
             raise InputError(
                 f"recipe says which kernels there are: put the ops of {found.force[0]!r} into one line of it"
@@ -48,7 +49,7 @@ class Wishes:
     def check(self, fusions: Sequence[Fusion]) -> None:
         """Refuses what fitted nothing in any function of the step: a misspelt name must not pass unseen."""
         kinds = (("recipe", self.recipe), ("force", self.force), ("forbid", self.forbid))
-        for option, key in ((option, key) for option, keys in kinds for key in keys):
+        for option, key in ((option, key) for option, keys in kinds for key in filter(is_wish, keys)):
             if not fusions:
                 why = "nothing is fused: only ATen may run this step; see providers= and level="
                 raise InputError(f"{option} names {key!r}, but {why}")
@@ -57,7 +58,7 @@ class Wishes:
 
 
 def is_wish(key: str) -> bool:
-    return key.startswith(PREFIX) or key.partition(" ")[0] == NAME
+    return key.partition(" ")[0] in (PREFIX.strip(), NAME)
 
 
 def not_fused(keys: Iterable[str]) -> list[str]:

@@ -263,7 +263,12 @@ def transform(
 
 def matches(opportunity: Opportunity, patterns: Sequence[str]) -> bool:
     """Whether a pattern names the opportunity: its key, or its transformation alone."""
-    return any(p == opportunity.transformation or fits(opportunity.key, p) for p in patterns)
+    return is_named(opportunity.key, patterns)
+
+
+def is_named(key: str, patterns: Sequence[str]) -> bool:
+    """The same by its key."""
+    return any(p == key.partition(" ")[0] or fits(key, p) for p in patterns)
 
 
 def fits(key: str, pattern: str) -> bool:
