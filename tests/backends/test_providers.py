@@ -134,6 +134,20 @@ def test_inputs_to_try_with_lie_as_said() -> None:
         op_by_op(given)(x, index)
 
 
+@pytest.mark.parametrize(("shape", "rows"), [((7, 5), (7,)), ((2, 5, 3), (2, 3))])
+def test_a_loss_is_tried_with_the_logsumexp_of_its_logits(shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    """ATen's gradient on CPUs makes it anew; kernels that read another one would be called wrong."""
+    types = [TensorType(shape, F32), TensorType(rows, I64), TensorType(rows, F32), TensorType(rows, F32)]
+    how: dict[str, Any] = dict(reduction="none", ignore_index=-100)
+    given = region(types, lambda b, x, t, s, dy: b.cross_entropy_grad(dy, b.mul(x, 2.0), t, s, **how))
+    inputs = neutral_inputs(given, False)
+    torch.testing.assert_close(inputs[2], (2 * inputs[0]).logsumexp(1))
+    expanded = region(types, lambda b, x, t, s, dy: b.sub(b.exp(b.sub(b.mul(x, 2.0), b.unsqueeze(s, 1))), 0.0))
+    share = op_by_op(expanded)(*inputs)[0]
+    share.scatter_add_(1, inputs[1].unsqueeze(1), torch.full(rows, -1.0).unsqueeze(1))
+    torch.testing.assert_close(op_by_op(given)(*inputs)[0], share * inputs[3].unsqueeze(1))
+
+
 def test_aten_as_a_launcher_writes_where_it_is_told() -> None:
     given = region([MATRIX], lambda b, x: [b.exp(x), b.sum(x, dims=(1,))])
     (offer,) = Aten().offers(given)

@@ -73,7 +73,7 @@ Pair = tuple[Provider, Offer]
 Built = dict[str, Launcher | Exception]
 Way = tuple[Provider, Offer, Launcher]
 #: bytes beside its tensors that any way may take
-LITTLE = 1024
+SOME_BYTES = 1024
 
 
 @dataclass(slots=True)
@@ -666,7 +666,7 @@ class Contest:
 
 def is_lean(offer: Offer, region: Region) -> bool:
     """Whether a way takes little memory beside the tensors of its region."""
-    return sum(spec.bytes for spec in offer.scratch) <= max(LITTLE, region.bytes // 8)
+    return sum(spec.bytes for spec in offer.scratch) <= max(SOME_BYTES, region.bytes // 8)
 
 
 def name_of(pair: Pair) -> str:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..dialects.step.losses import class_dim
 from ..dialects.step.pooling import possible_winners
 from ..ir.core import Value
+from .aten import lower
 
 if TYPE_CHECKING:
     from .providers import Region
@@ -64,6 +66,9 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
     for op in region.ops:
         if op.name == "step.max_pool_grad" and op.indices in arguments:
             found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
+        elif op.name == "step.cross_entropy_grad" and op.logsumexp in arguments and region.device.type == "cpu":
+            total = computed(region, op.x, found).float().logsumexp(class_dim(op.x.type))  # as ATen, which reads none
+            found[arguments.index(op.logsumexp)].copy_(total)
         elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:
             found[arguments.index(op.indices)].random_(0, op.rows, generator=generator)
         elif op.name == "step.row_sums" or (op.name == "step.index_put" and op.accumulate):
@@ -73,6 +78,18 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
                 if index in arguments and len(index.uses) == 1:
                     found[arguments.index(index)].random_(0, limit, generator=generator)
     return found
+
+
+def computed(region: Region, value: Value, operands: list[torch.Tensor]) -> torch.Tensor:
+    """What a region's ops make of operands, up to one value."""
+    values: dict[Value, Any] = dict(zip(region.body.regions[0].block.arguments, operands, strict=True))
+    for op in region.ops:
+        if value in values:
+            break
+        call = lower(op, region.device)
+        made = call.run(*[values[v] for v in call.operands])
+        values.update(zip(call.results, made if isinstance(made, list | tuple) else (made,), strict=True))
+    return values[value]
 
 
 def draw(into: torch.Tensor, generator: torch.Generator, positive: bool, vector: bool) -> None:

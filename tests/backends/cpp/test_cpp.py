@@ -329,6 +329,11 @@ def row_cases() -> dict[str, Case]:
         before_pooling,
         given={1: torch.arange(120).reshape(2, 5, 4, 3).remainder(9).to(torch.uint8)},
     )
+    found["sums of an uneven pooling's gradient"] = step(
+        [T(3, 6, 2, 3)],
+        lambda b, dy: b.sum(b.adaptive_avg_pool_grad(dy, size=(2, 3), input_shape=(3, 6, 11, 10)), dims=(0, 2, 3)),
+        {0: (36, 1, 18, 6)},
+    )
     found["kept along parts of the row"] = step(
         [T(3, 5, 7), T(3, 5, 1), T(3, 1, 7)],
         lambda b, x, y, z: b.softmax(b.reshape(b.mul(b.mul(x, b.exp(y)), b.exp(z)), shape=(3, 35)), dim=1),

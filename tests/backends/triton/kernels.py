@@ -184,6 +184,12 @@ def step_cases() -> dict[str, Case]:
         "empty": case([T(0, 5), T(5)], lambda b, x, y: b.add(x, y)),
         "padded_rows": case([T(6, 5), T(6, 5)], lambda b, x, y: b.add(x, y), {0: "padded", 2: "padded"}),
         "zero_stride": case([T(6, 5), T(6, 5)], lambda b, x, y: b.mul(x, y), {0: "same"}),
+        "broadcast_sum": case([T(3, 1, 5)], lambda b, x: b.sum(b.broadcast(x, shape=(3, 4, 5)), dims=(0, 1))),
+        "broadcast_sum_alone": case([T(3, 1, 5)], lambda b, x: b.sum(b.broadcast(x, shape=(3, 4, 5)), dims=(1,))),
+        "broadcast_sum_row": case([T(3, 1)], lambda b, x: b.sum(b.broadcast(b.exp(x), shape=(3, 4)), dims=(1,))),
+        "broadcast_sum_kept": case([T(3, 1, 5)], lambda b, x: [
+            b.exp(x), b.sum(b.broadcast(x, shape=(3, 4, 5)), dims=(0, 1))]),
+        "broadcast_sum_all": case([T(1, 1)], lambda b, x: b.sum(b.broadcast(x, shape=(9, 7)), dims=(0, 1))),
         "zero_stride_sum": case([T(6, 5)], lambda b, x: b.sum(x, dims=(0,)), {0: "same"}, SPLIT),
         "transposed_memory": case([T(6, 5), T(6, 5)], lambda b, x, y: b.add(x, y), {0: (1, 0), 1: (1, 0), 2: (1, 0)}),
         "disagree": case([T(19, 35), T(19, 35)], lambda b, x, y: b.add(x, y), {0: (1, 0)},

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 import torch.nn.functional as F
+
+from wholestep.dialects.step import StepBuilder, tensor_type
+from wholestep.dialects.step.pooling import Places, possible_winners
+from wholestep.ir import add_function, module
 
 from .harness import check, forward, randn
 
@@ -88,3 +95,25 @@ def test_misfits_are_refused():
         forward("avg_pool", [randn(2, 3, 9)], kernel=(2,), stride=(2,), padding=(2,))
     with pytest.raises(VerifyError, match="one to three"):
         forward("adaptive_avg_pool", [randn(2, 3, 9, 9, 9)], size=(2,))
+
+
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize(("shape", "kernel", "stride", "padding"), [*WINDOWS, ((3, 6, 11, 10), (3, 3), (2, 2), (1, 1))])
+def test_made_up_winners_lie_in_their_windows(shape, kernel, stride, padding, in_window):
+    """Partial windows of `ceil_mode` too: ATen's gradient writes wherever it is told to."""
+    n = len(kernel)
+    for dilation in (1, 2):
+        options = dict(kernel=kernel, stride=stride, padding=padding, dilation=(dilation,) * n, ceil_mode=True)
+        function = add_function(module(), "f", [tensor_type(randn(*shape))])
+        b = StepBuilder(function.regions[0].block)
+        values, indices = b.max_pool(function.regions[0].block.arguments[0], in_window=in_window, **options)
+        op = b.max_pool_grad(values, indices, input_shape=shape, **options).op
+        winners = possible_winners(op, torch.device("cpu"))
+        if in_window:
+            winners = Places(op, shape, values.type.shape).in_x(winners)
+        assert ((winners >= 0) & (winners < math.prod(shape[-n:]))).all()
+        for dim, size in enumerate(shape[-n:]):
+            at = winners // math.prod(shape[len(shape) - n + dim + 1 :]) % size
+            starts = torch.arange(values.type.shape[dim - n]) * stride[dim] - padding[dim]
+            taps = at - starts.view(*[-1 if d == dim else 1 for d in range(n)])
+            assert ((taps % dilation == 0) & (taps >= 0) & (taps <= dilation * (kernel[dim] - 1))).all()

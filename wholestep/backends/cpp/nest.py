@@ -162,11 +162,16 @@ class Nests:
         if self.known_at is not None and guard.number is None and abs(alone(guard.at, self.known_at[0])) == 1:
             value = alone(guard.at, self.known_at[0]) * self.known_at[1] + guard.at.constant
             return "true" if 0 <= value < guard.size else "false"
-        low, high = guard.at.range(self.walk.sizes)
-        if guard.number is None and low > -(2**31) and high < 2**31 and guard.size < 2**31:
+        number, (low, high) = guard.number, guard.at.range(self.walk.sizes)
+        if number is not None:
+            at += f" + (i64){self.names[number]}"
+            low, high = -(2**63), 2**63
+            if number.is_small and number.low is not None and number.high is not None:
+                ends = guard.at.range(self.walk.sizes)
+                low, high = ends[0] + number.low, ends[1] + number.high
+        # g++ 12 vectorises conditions of 64 bits beside numbers of 32 wrongly
+        if low > -(2**31) and high < 2**31 and guard.size < 2**31:
             return f"((u32)({at}) < {guard.size}u)"
-        if guard.number is not None:
-            at += f" + (i64){self.names[guard.number]}"
         return f"((u64)({at}) < {guard.size}ull)"
 
     def settle(self, loop: Loop, start: int, numbers: Sequence[Number]) -> bool:

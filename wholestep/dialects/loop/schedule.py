@@ -107,6 +107,7 @@ def schedule(function: Op) -> Schedule:
     if len(rows) > 1:
         raise NoSchedule("it needs whole rows along different dimensions at once")
     everything = frozenset(d for values in dims_of.values() for d in values)
+    everything = everything.union(*(r.attributes["dims"] for r in reductions))  # also of what is the same along them
     if rows:
         (row,) = rows
     else:

@@ -195,13 +195,13 @@ class Places:
 
 
 def possible_winners(op: Op, device: torch.device) -> torch.Tensor:
-    """Positions that every window of a `max_pool_grad` has: those where its padding ends."""
+    """A position of x in every window of a `max_pool_grad`: the first that is not padding. (The last windows of
+    `ceil_mode` may have no other.)"""
     places = Places(op, op.input_shape, op.dy.type.shape)
-    tap = 0
-    for size, padding, dilation in zip(op.kernel, op.padding, op.dilation, strict=True):
-        tap = tap * size + -(-padding // dilation)
-    taps = torch.full(op.dy.type.shape, tap, dtype=torch.uint8, device=device)
-    return places.in_x(taps) if op.indices.type.element is I64 else taps
+    taps = torch.zeros(op.dy.type.shape, dtype=torch.int64, device=device)
+    for dim, (size, (_, _, dilation)) in enumerate(zip(op.kernel, places.steps, strict=True)):
+        taps = taps * size + places.start(dim, taps).neg().clamp(min=0).add(dilation - 1) // dilation
+    return places.in_x(taps) if op.indices.type.element is I64 else taps.to(torch.uint8)
 
 
 @step.op
