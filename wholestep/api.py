@@ -446,14 +446,22 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
     names = options.providers
     if names is None and (default := os.environ.get("WHOLESTEP_PROVIDERS")):
         names = tuple(n.strip() for n in default.split(",") if n.strip())
-    providers = []
-    for provider in providers_for(device, names) if options.level >= 2 else []:
-        lost = provider.absent()
-        if not lost:
+    providers, lost = [], []
+    named = providers_for(device, names) if options.level >= 2 else []
+    for provider in named:
+        if why := provider.absent():
+            lost.append(why)
+        else:
             providers.append(provider)
-        elif lost not in step.lost:
-            step.lost.add(lost)
-            warnings.warn(lost, stacklevel=2)
+    if options.level >= 2 and {*(names or ()), "aten"} != {"aten"} and all(p.name == "aten" for p in named):
+        lost.append(
+            f"of the providers that were named ({', '.join(names or ())}) none has kernels for {device.type}: PyTorch "
+            f"runs every op, nothing is fused. Try: providers=None, or name {'cpp' if device.type == 'cpu' else 'triton'}"
+        )
+    for why in lost:
+        if why not in step.lost:
+            step.lost.add(why)
+            warnings.warn(why, stacklevel=2)
     if all(p.name == "aten" for p in providers):
         return None
     if step.choices is None:

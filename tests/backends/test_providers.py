@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,17 @@ def test_the_libraries_below_a_provider_compete_with_it() -> None:
     assert on_gpu("aten") == ["aten"]  # every op through PyTorch
     assert on_gpu("triton", "cudnn", "aten") == ["triton", "cudnn", "aten", "cublas"]
     assert on_gpu("triton", "inductor") == ["triton", "inductor"]
+
+
+def test_providers_that_have_nothing_for_a_device_are_told() -> None:
+    model = fresh(lambda: nn.Linear(4, 3))
+    given = model, lambda m, x: m(x).sum(), sgd(model), (data(2, 4),)
+    with pytest.warns(UserWarning, match=r"named \(aten, triton\) none has kernels for cpu: .* Try: .*cpp"):
+        ws.compile(*given, providers=["aten", "triton"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ws.compile(*given, providers=["aten"])
+        ws.compile(*given, providers=["triton"], level=1)
 
 
 def test_an_unknown_name_is_an_error_that_names_the_known_ones() -> None:
