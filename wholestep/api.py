@@ -454,9 +454,10 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
         else:
             providers.append(provider)
     if options.level >= 2 and {*(names or ()), "aten"} != {"aten"} and all(p.name == "aten" for p in named):
+        other = "cpp" if device.type == "cpu" else "triton"
         lost.append(
             f"of the providers that were named ({', '.join(names or ())}) none has kernels for {device.type}: PyTorch "
-            f"runs every op, nothing is fused. Try: providers=None, or name {'cpp' if device.type == 'cpu' else 'triton'}"
+            f"runs every op, nothing is fused. Try: providers=None, or name {other}"
         )
     for why in lost:
         if why not in step.lost:
