@@ -27,8 +27,6 @@ GENERATED = ("generated_cases", "test_contraction", "test_depthwise", "test_unro
 SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), f"{FOLDER}/test_embedding_grad.py"]
 #: processes that share the tests
 AT_ONCE = 14
-
-
 #: seconds after which a test says where it is
 SLOW = 90
 

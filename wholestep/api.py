@@ -17,7 +17,7 @@ from .backends.attentions import Decision, choose_attentions
 from .backends.choose import Choices, choices_for
 from .backends.layouts import PATIENCE, LayoutClock
 from .backends.progress import Bar
-from .backends.providers import providers_for
+from .backends.providers import providers_for, why_nothing_is_fused
 from .backends.store import Store, fingerprint
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
@@ -446,23 +446,14 @@ def choices_of(step: TrainStep, device: torch.device) -> Choices | None:
     names = options.providers
     if names is None and (default := os.environ.get("WHOLESTEP_PROVIDERS")):
         names = tuple(n.strip() for n in default.split(",") if n.strip())
-    providers, lost = [], []
-    named = providers_for(device, names) if options.level >= 2 else []
-    for provider in named:
-        if why := provider.absent():
-            lost.append(why)
-        else:
-            providers.append(provider)
-    if options.level >= 2 and {*(names or ()), "aten"} != {"aten"} and all(p.name == "aten" for p in named):
-        other = "cpp" if device.type == "cpu" else "triton"
-        lost.append(
-            f"of the providers that were named ({', '.join(names or ())}) none has kernels for {device.type}: PyTorch "
-            f"runs every op, nothing is fused. Try: providers=None, or name {other}"
-        )
-    for why in lost:
-        if why not in step.lost:
-            step.lost.add(why)
-            warnings.warn(why, stacklevel=2)
+    if options.level < 2:
+        return None
+    named = [(provider, provider.absent()) for provider in providers_for(device, names)]
+    providers = [provider for provider, lost in named if not lost]
+    for lost in (*(lost for _, lost in named), why_nothing_is_fused(device, names)):
+        if lost and lost not in step.lost:
+            step.lost.add(lost)
+            warnings.warn(lost, stacklevel=2)
     if all(p.name == "aten" for p in providers):
         return None
     if step.choices is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -29,6 +29,13 @@ class Call:
     run: Callable[..., Any]
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
+
+
+def run_calls(calls: Iterable[Call], values: dict[Value, Any]) -> None:
+    """Runs calls one after the other; their results are added to the values."""
+    for call in calls:
+        made = call.run(*[values[v] for v in call.operands])
+        values.update(zip(call.results, made if isinstance(made, list | tuple) else (made,), strict=True))
 
 
 def lower(op: Op, device: torch.device, written: torch.dtype | None = None) -> Call:

@@ -14,7 +14,7 @@ import torch
 from ..dialects.step.losses import class_dim
 from ..dialects.step.pooling import possible_winners
 from ..ir.core import Value
-from .aten import lower
+from .aten import lower, run_calls
 
 if TYPE_CHECKING:
     from .providers import Region
@@ -86,9 +86,7 @@ def computed(region: Region, value: Value, operands: list[torch.Tensor]) -> torc
     for op in region.ops:
         if value in values:
             break
-        call = lower(op, region.device)
-        made = call.run(*[values[v] for v in call.operands])
-        values.update(zip(call.results, made if isinstance(made, list | tuple) else (made,), strict=True))
+        run_calls([lower(op, region.device)], values)
     return values[value]
 
 

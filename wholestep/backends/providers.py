@@ -29,7 +29,7 @@ from ..ir.core import Op
 from ..ir.hashing import structural_hash
 from ..transforms.regions import ANCHORS
 from . import batched
-from .aten import lower
+from .aten import lower, run_calls
 from .convolutions import one_convolution
 from .cublas import library as cublas_library
 from .cublas import ways as cublas_ways
@@ -214,6 +214,17 @@ def providers_for(device: torch.device, names: Sequence[str] | None) -> list[Pro
     return [_PROVIDERS[n] for n in dict.fromkeys(chosen) if device.type in _PROVIDERS[n].devices]
 
 
+def why_nothing_is_fused(device: torch.device, names: Sequence[str] | None) -> str:
+    """Where somebody else than ATen was named, and nobody who was has kernels for the device: so much in one line."""
+    if not set(names or ()) - {"aten"} or any(p.name != "aten" for p in providers_for(device, names)):
+        return ""
+    other = "cpp" if device.type == "cpu" else "triton"
+    return (
+        f"of the providers that were named ({', '.join(names or ())}) none has kernels for {device.type}: PyTorch runs "
+        f"every op, nothing is fused. Try: providers=None, or name {other}"
+    )
+
+
 @register_provider
 class Aten(Provider):
     """PyTorch's own kernels, one op after the other."""
@@ -244,9 +255,7 @@ def op_by_op(region: Region) -> Callable[..., list[torch.Tensor]]:
 
     def run(*operands: torch.Tensor) -> list[torch.Tensor]:
         values: dict[Any, Any] = dict(zip(block.arguments, operands, strict=True))
-        for call in calls:
-            made = call.run(*[values[v] for v in call.operands])
-            values.update(zip(call.results, made if isinstance(made, list | tuple) else (made,), strict=True))
+        run_calls(calls, values)
         return [values[v] for v in results]
 
     return run

@@ -106,8 +106,8 @@ def passes_of(calls: Sequence[Call], times: int) -> list[Pass]:
     for call in calls:
         reads, writes = [a for a in call if not a.written], [a for a in call if a.written]
         scratch = {a.place for a in writes if a.inside}
-        out.append(([a for a in reads if not (a.inside and a.place in scratch)], writes))
         later = [a for a in reads if a.inside and a.place in scratch]
+        out.append(([a for a in reads if a not in later], writes))
         out += [(later, [])] if later else []
     if times > 1 and out:
         most = max(range(len(out)), key=lambda i: sum(a.bytes for a in out[i][0]))

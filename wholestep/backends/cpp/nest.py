@@ -165,10 +165,10 @@ class Nests:
         number, (low, high) = guard.number, guard.at.range(self.walk.sizes)
         if number is not None:
             at += f" + (i64){self.names[number]}"
-            low, high = -(2**63), 2**63
             if number.is_small and number.low is not None and number.high is not None:
-                ends = guard.at.range(self.walk.sizes)
-                low, high = ends[0] + number.low, ends[1] + number.high
+                low, high = low + number.low, high + number.high
+            else:
+                low, high = -(2**63), 2**63
         # g++ 12 vectorises conditions of 64 bits beside numbers of 32 wrongly
         if low > -(2**31) and high < 2**31 and guard.size < 2**31:
             return f"((u32)({at}) < {guard.size}u)"
