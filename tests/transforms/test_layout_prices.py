@@ -99,6 +99,19 @@ def test_where_each_op_would_convert_back_and_forth_the_whole_stays_in_one_layou
     assert decided(chain(3, taps=1), FakeClock(lambda op: times[number_of(op) - 1]))[1] == alone
 
 
+def test_padding_between_two_convolutions_keeps_their_layout() -> None:
+    """It writes as it reads: no copy, however dear, stands in the way of the second, which nobody can time."""
+    root, b, (x, one, two), function = program((2, 8 * 36), KERNEL, (8, 1, 3, 3))
+    first = b.conv(b.reshape(x, shape=IMAGE), one, None, **spread(1))
+    wide = b.pad(first, low=(0, 0, 0, 0), high=(0, 0, 1, 1), value=0.0)
+    second = b.conv(wide, two, None, stride=(2, 2), padding=(0, 0), dilation=(1, 1), groups=8)
+    finish_function(function, [b.sum(second, dims=(0, 2, 3))])
+    clock = FakeClock(lambda op: (1.0, 0.5) if op.name == "step.conv" and op.groups == 1 else None, copy=10.0)
+    decision, labels = decided(root, clock)
+    assert labels == [LAST, LAST]
+    assert wide not in [v for v, _ in decision.copies(decision.side)]
+
+
 def test_the_labels_are_the_cheapest_of_all() -> None:
     """Against every labelling, with random times, in a program with a branch; copies cost more than their bytes."""
     rng = random.Random(0)

@@ -47,7 +47,7 @@ OTHER_KERNELS = AS_IMAGES | FOLLOW_WIDE | FOLLOW_IMAGES | {"step.opaque"}
 AT_ONCE = 0.5
 #: the window of a convolution along that row
 ROW = {"stride": 1, "padding": 0, "padding_after": 0, "dilation": 1, "output_padding": 0}
-#: ops that read any layout and write row by row, beside reductions
+#: ops that read any layout and write row by row, beside reductions: padding of sequences only
 ROWS_FROM_ANY = frozenset({"step.pad", "step.slice_grad", "step.broadcast", "step.all_finite", "step.cross_entropy"})
 #: arguments that the step lays out itself: a batch is copied in, a low-precision copy is written by the update
 OWN = ("batch", "copy")
@@ -177,11 +177,12 @@ class Decision:
         if name in FOLLOW_AS_LOOPS and decided:  # its classes are numbers per place: they have no say
             self.follow(op, decided[:1], self.orders[decided[0]])
             return
-        if name in ROWS_FROM_ANY or issubclass(op.definition, Reduction) or not op.operands:
+        orders = next((self.orders[v] for v in decided), None)
+        rows = name in ROWS_FROM_ANY and not (orders is not None and follows(op, len(orders[0])))
+        if rows or issubclass(op.definition, Reduction) or not op.operands:
             for result in op.results:
                 self.enter(result, self.new_node(), None, pin=True)
             return
-        orders = next((self.orders[v] for v in decided), None)
         if decided and orders is not None and follows(op, len(orders[0])) and self.fits(op, orders):
             self.follow(op, decided, orders)
             return
