@@ -256,14 +256,14 @@ def test_an_integer_or_boolean_result_that_is_not_written_is_noticed() -> None:
 
 
 def test_a_right_way_that_is_slower_loses() -> None:
-    slow = spoiling(lambda r: time.sleep(2e-3))
+    slow = spoiling(lambda r: time.sleep(0.1))
     quick = type("Quick", (Aped,), {"name": "quick", "launcher": quick_tanh})
     wanted = region(rows=4096)
     choices = Choices(CPU, [Aten(), slow(), quick()])
     choices.decide([wanted])
     chosen = choices.known[wanted.key]
     assert chosen.provider != "aped" and not chosen.excluded
-    assert chosen.seconds < 2e-3
+    assert chosen.seconds < 0.1
     alone = Choices(CPU, [slow(), quick()])
     alone.decide([wanted])
     assert alone.known[wanted.key].provider == "quick"
@@ -491,6 +491,20 @@ def test_who_is_slow_to_build_is_tried_only_there() -> None:
     alone.slow = True  # type: ignore[misc]
     Choices(CPU, [alone]).decide([region(16)])
     assert alone.tried[16][0] == "first"
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_who_is_slow_to_build_has_its_time(products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "PATIENCE", 0.0)
+    quick, slow = Several(), Several()
+    slow.name, slow.slow = "late", True  # type: ignore[misc]
+    quick.waits = dict.fromkeys(quick.waits, 5e-3)
+    chosen = Choices(CPU, [quick, slow], products=products)
+    chosen.decide([region(8)])
+    assert bool(slow.tried) is products
+    assert chosen.known[region(8).key].provider == ("late" if products else "several")
+    assert not chosen.known[region(8).key].excluded
+    assert any("tune=" in why for why in chosen.refusals.get("late", {})) is not products
 
 
 def test_what_was_light_is_tried_in_every_way_where_it_is_heavy(tmp_path: Path) -> None:

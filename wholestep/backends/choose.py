@@ -66,6 +66,9 @@ ALIKE = 2
 #: who takes long to start is not timed where what runs already takes fewer times as long as its bytes do
 LITTLE = 3.0
 
+#: seconds for which a provider that builds slowly builds ways beside those of others, the heaviest regions first
+PATIENCE = 60.0
+
 #: how the reason begins why a way was not tried, and how many of a provider's tell that it cannot build at all
 NOT_BUILT, MANY = "not built: ", 3
 
@@ -87,6 +90,10 @@ class Chosen:
     seconds: float = float("nan")
     aten: float = float("nan")
     excluded: list[Timed] = field(default_factory=list)
+
+
+class TimeIsUp(Exception):
+    """A way was not built: its provider builds slowly, and had its time."""
 
 
 @dataclass
@@ -271,22 +278,23 @@ class Choices:
         groups = [[c] for c in left] if self.products else alike(left)
         for first, *_ in groups:
             first.tried, first.whole = self.more(first), True
-        self.round([group[0] for group in groups])
+        patience = math.inf if self.products else PATIENCE
+        self.round([group[0] for group in groups], patience)
         others = [(group[0].best_names(ALIKE), c) for group in groups for c in group[1:]]
         for names, contest in others:
             known = {t.name for t in contest.timed}
             contest.tried = most_like([n for n in names if n not in known], contest.left)
             contest.whole = True
-        self.round([c for _, c in others if c.tried])
+        self.round([c for _, c in others if c.tried], patience)
 
-    def round(self, contests: Iterable[Contest]) -> None:
+    def round(self, contests: Iterable[Contest], patience: float = math.inf) -> None:
         """Builds and measures what is to be tried now. Who compiles ahead is built region by region, as they are
-        compiled, others at once."""
+        compiled, others at once; who is slow for so many seconds."""
         clock, left = time.perf_counter, list(contests)
         count, (name, compiling) = len(left), self.ahead or ("", None)
         start = clock()
         begun = [self.begin(contest.tried) for contest in left]
-        built = self.build([pair for c in left for pair in c.tried if pair[0].name != name], True)
+        built = self.build([pair for c in left for pair in c.tried if pair[0].name != name], True, patience)
         self.seconds["build"] += clock() - start
         while left:
             start = clock()
@@ -384,8 +392,9 @@ class Choices:
     def store_key(self, region: str) -> str:
         return f"{region} {'+'.join(p.name for p in self.contenders)}" + (" lean" if self.lean else "")
 
-    def build(self, pairs: Sequence[Pair], tell: bool = False) -> Built:
-        """What runs offers, by their keys, or why nothing does. tell: reports progress."""
+    def build(self, pairs: Sequence[Pair], tell: bool = False, patience: float = math.inf) -> Built:
+        """What runs offers, by their keys, or why nothing does. tell: reports progress. patience: seconds of a slow
+        provider."""
         by_provider: dict[str, dict[str, Offer]] = {}
         for provider, offer in pairs:
             by_provider.setdefault(provider.name, {})[offer.key] = offer
@@ -402,7 +411,10 @@ class Choices:
                     say(f"building {name} kernels", done, total)
 
             try:
-                built.update(provider.build(offers, report))
+                if provider.slow and patience < math.inf:
+                    built.update(build_for(patience, provider, offers, report))
+                else:
+                    built.update(provider.build(offers, report))
             except Exception as error:
                 built.update({o.key: error for o in offers})
         return built
@@ -416,7 +428,10 @@ class Choices:
             made = built.get(offer.key, RuntimeError("it was not built"))
             if self.has_broken(provider, offer):
                 made = RuntimeError("it has broken a process before")
-            if isinstance(made, Exception):
+            if isinstance(made, TimeIsUp):
+                contest.refused[provider.name] = str(made)
+                self.refuse(provider.name, str(made))
+            elif isinstance(made, Exception):
                 contest.timed.append(Timed(f"{provider.name}:{offer.name}", 0.0, f"{NOT_BUILT}{first_line(made)}"))
             else:
                 usable.append((provider, offer, made))
@@ -662,6 +677,21 @@ class Contest:
         """Leaves the region to ATen."""
         self.timed.append(Timed("all", 0.0, f"not timed: {why}"))
         self.offers, self.best = [], None
+
+
+def build_for(
+    patience: float, provider: Provider, offers: Sequence[Offer], report: Callable[[int, int], None] | None
+) -> Built:
+    """What a provider builds of offers in so many seconds; no offer waits for one behind it."""
+    built, start = Built(), time.perf_counter()
+    for done, offer in enumerate(offers, 1):
+        if time.perf_counter() - start < patience:
+            built.update(provider.build([offer]))
+        else:
+            built[offer.key] = TimeIsUp(f'it builds slowly, and the {patience:g} s for that were up: tune="max" waits')
+        if report is not None:
+            report(done, len(offers))
+    return built
 
 
 def is_lean(offer: Offer, region: Region) -> bool:
