@@ -23,7 +23,7 @@ import wholestep as ws
 from tests import warm
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import adamw, data, fresh
-from wholestep.backends import choose, providers
+from wholestep.backends import choose, contest, providers
 from wholestep.backends.choose import Choices
 from wholestep.backends.generated import region_of
 from wholestep.backends.kernels import Spec
@@ -545,9 +545,9 @@ def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: 
 def test_ways_are_alike_by_their_names() -> None:
     aten, names = Aten(), ["dot 64x64x64 s4 w4", "dot 64x128x256 by264 s2 w8", "dot 128x128x64 by132 s3 w4"]
     pairs = [(aten, Offer(name, name)) for name in names]
-    found = choose.most_like(["aten:dot 64x128x128 by132 s2 w8", "aten:dot 64x32x64 s4 w4"], pairs)
+    found = contest.most_like(["aten:dot 64x128x128 by132 s2 w8", "aten:dot 64x32x64 s4 w4"], pairs)
     assert [offer.name for _, offer in found] == [names[1], names[0]]
-    assert choose.most_like(["aten:dot"], []) == []
+    assert contest.most_like(["aten:dot"], []) == []
 
 
 def test_what_runs_as_fast_as_memory_is_left_at_its_first_guess(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ of optimizer state and each average once, and writes each low-precision copy onc
 ops, normalisations, reductions, losses, casts, copies, the reading of gradients by the update. An input counts the
 bytes it has in memory: a broadcast its own, an embedding the rows that it reads. Ops run per micro-batch count once for
 each. A heavy op inside of a fused kernel counts what it would alone, and one that runs a second time to save memory
-does not count again: neither fusion nor a budget changes the bound.
+does not count again. It is the bound of the program that is planned: products that were joined count as the one that
+they became, which lowers it, and a loss in chunks reads its weight once per chunk, which raises it.
 """
 
 from __future__ import annotations
