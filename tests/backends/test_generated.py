@@ -144,13 +144,18 @@ class Walker:
         return made.to(wide(torch_dtype(op.attributes["dtype"])))
 
     def finish(self) -> None:
-        """What comes after sums over all rows: a second kernel, which may read any operand again."""
+        """What comes after sums over all rows: a second kernel, which may read any operand again.
+
+        Each point that one of the sums keeps is a program of its own, which stores all that it knows.
+        """
         if not self.sums:
             return
         ranges = [range(n) for n in self.walk.sizes]
-        done: set[tuple[Op, tuple[int, ...]]] = set()
+        done: set[tuple[object, ...]] = set()
+        gone = set(range(len(ranges))).intersection(*(op.attributes["dims"] for op in self.sums))
         for spot in itertools.product(*ranges):
             at = dict(enumerate(spot))
+            program = tuple(i for d, i in at.items() if d not in gone)
             numbers: dict[Value, Any] = {}
             for op, kept in self.sums.items():
                 key = tuple(at[d] for d in at if d not in op.attributes["dims"])
@@ -160,8 +165,8 @@ class Walker:
                 if op.definition is not Reduce and all(v in numbers or v in self.tensors for v in op.operands):
                     numbers.setdefault(op.results[0], self.number(op, numbers, at))
             for op in self.stores:
-                if op in self.late and op.operands[0] in numbers and (op, self.places(op, at)) not in done:
-                    done.add((op, self.places(op, at)))
+                if op in self.late and op.operands[0] in numbers and (op, program, self.places(op, at)) not in done:
+                    done.add((op, program, self.places(op, at)))
                     self.tensors[op.operands[1]][self.places(op, at)] = numbers[op.operands[0]]
 
 
@@ -228,6 +233,12 @@ def centred_by_the_old(b: StepBuilder, x: Any, old: Any) -> list[Any]:
     return [b.sub(x, b.reshape(old, shape=(1, 4, 1))), running(b, x, old)]
 
 
+def totals_beside_columns(b: StepBuilder, x: Any, old: Any) -> list[Any]:
+    """A loss to which another is added, beside the gradient of a bias: all columns' programs add it."""
+    y = b.softmax(x, dim=1)
+    return [b.add(b.sum(b.mul(y, y), dims=(0, 1)), old), b.sum(y, dims=(0,))]
+
+
 TARGETS = torch.tensor([2, 0, 3])
 
 
@@ -264,6 +275,10 @@ KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
     "column sums": ([f64(3, 4)], lambda b, x: [b.mul(x, 2.0), b.sum(x, dims=(0,))], [{0}, set()]),
     "a running mean": ([f64(3, 4, 2), f64(4)], running, [{1}]),
     "a running mean that rows are centred by": ([f64(3, 4, 2), f64(4)], centred_by_the_old, [None, set()]),
+    "a total and what is added to it": (
+        [f64(3, 4), f64()], lambda b, x, y: b.add(b.sum(b.softmax(x, dim=1), dims=(0, 1)), y), [{1}]
+    ),
+    "a total beside sums of columns": ([f64(3, 4), f64()], totals_beside_columns, [set(), set()]),
     "a loss and its gradient": ([f64(3, 4), TARGETS], loss_and_gradient, [set(), {0}]),
     "a smoothed loss and its gradient": (
         [f64(3, 4), TARGETS],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 
 from ..dialects.loop import Load, NoSchedule, Reduce, Store, outputs_of, schedule, space_of, varying
-from ..dialects.loop.schedule import stored_along
+from ..dialects.loop.schedule import Schedule, stored_along
 from ..dialects.step import torch_dtype
 from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.strides import is_dense, is_laid_out, row_major, runs
@@ -153,7 +154,8 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
 
     Each point must read exactly the element that it writes, and write it in the last walk over its row: kernels of long
     rows walk them once per reduction that others wait for, and read again what they have read before. Or the element
-    is read for nothing but what is stored after the reduction of all other dimensions, which is done once.
+    is read for nothing but what is stored after the reduction of all other dimensions, which is done once: not where
+    sums over all rows keep a dimension that the element does not lie along, since several programs finish those.
 
     What is looked up once per row, such as the logit of its target, is read before the row is walked: it may be any
     element of the row.
@@ -170,6 +172,7 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
     stores = {op.operands[1]: op for op in block if op.definition is Store}
     try:
         walks = walks_before(kernel)
+        facts = Facts(schedule(kernel), varying(kernel), reduced_before(kernel))
     except NoSchedule:  # a product with sums of its result: tiles of rows and columns, in any order
         return [frozenset() for _ in results]
     last = max(walks[op.operands[0]] for op in stores.values())
@@ -185,10 +188,10 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
             read = loads.get(block.arguments[number], [])
             place = place_of(store, result.strides, sizes)
             if in_last_walk and last and walked == everything:
-                read = [op for op in read if not is_of_its_row(kernel, op, spec, place, walks)]
+                read = [op for op in read if not is_of_its_row(facts, op, spec, place, walks)]
             if any(place_of(op, spec.strides, sizes) != place or op.attributes["dynamic"] for op in read):
                 continue
-            if in_last_walk if walked == everything else is_over_before(kernel, store, read, in_last_walk):
+            if in_last_walk if walked == everything else is_over_before(facts, store, read, in_last_walk):
                 taken.add(number)
         found.append(frozenset(taken))
     return found
@@ -207,9 +210,18 @@ def place_of(op: Op, strides: Sequence[int], sizes: Sequence[int], without: Sequ
     return found
 
 
-def is_of_its_row(kernel: Op, load: Op, spec: Spec, stored: Sequence[int], walks: dict[Value, int]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """How a kernel walks, what its numbers change along, and what is reduced before each op."""
+
+    walk: Schedule
+    dims: dict[Value, frozenset[int]]
+    behind: dict[Op, frozenset[int]]
+
+
+def is_of_its_row(facts: Facts, load: Op, spec: Spec, stored: Sequence[int], walks: dict[Value, int]) -> bool:
     """Whether a load looks up, before the row is walked, one element of the row that is stored there."""
-    walk, dims, looked_up = schedule(kernel), varying(kernel)[load.results[0]], load.attributes["dynamic"]
+    walk, dims, looked_up = facts.walk, facts.dims[load.results[0]], load.attributes["dynamic"]
     if not looked_up or walks[load.results[0]] or load in walk.after or not dims.isdisjoint(walk.row):
         return False
     if not dims and walk.after:  # what finishes sums over all rows may read it again
@@ -222,14 +234,17 @@ def is_of_its_row(kernel: Op, load: Op, spec: Spec, stored: Sequence[int], walks
     return runs([n for _, n in steps], [s for s, _ in steps]) == runs([n for _, n in reach], [s for s, _ in reach])
 
 
-def is_over_before(kernel: Op, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
+def is_over_before(facts: Facts, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
     """Whether nobody reads an element any more when one is stored there after the reduction of all other dimensions.
 
-    All that comes of these loads must be stored after such reductions, and none of their walks come later.
+    All that comes of these loads must be stored after such reductions, and none of their walks come later. What
+    finishes sums over all rows runs once for each point that any of them keeps.
     """
-    sizes, dims, behind = space_of(kernel), varying(kernel), reduced_before(kernel)
-    everything = {d for d, n in enumerate(sizes) if n > 1}
+    walk, dims, behind = facts.walk, facts.dims, facts.behind
+    everything = {d for d, n in enumerate(walk.sizes) if n > 1}
     walked = stored_along(store)
+    if store in walk.after and any(not everything - walked <= set(op.attributes["dims"]) for op in walk.across):
+        return False
     found: dict[Op, None] = {}
     pending = [user for op in loads for user in op.results[0].uses]
     while pending:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
 
+from tests.dialects.loop.programs import Drawn
 from wholestep.backends import cpp
 from wholestep.backends.cpp.nest import Options
 from wholestep.backends.generated import overwritable
-from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS
+from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS, NoSchedule, schedule
 from wholestep.ir.types import BF16, BOOL, F16, F32, F64, I32, I64, ScalarType, TensorType
+from wholestep.transforms.loops import NotLoops, lowered
 
 from ..triton.kernels import step_cases
 from .kernels import Case, apply, reduction, step, tensor
@@ -251,6 +254,8 @@ def row_cases() -> dict[str, Case]:
     inf[4, 9] = math.inf
     found = {
         "softmax": step([T(6, 70)], softmax),
+        "written again and again": step([T(6, 17)], lambda b, x: again_and_again(b, x, 1)),
+        "lanes written again and again": step([T(17, 6)], lambda b, x: again_and_again(b, x, 0)),
         "softmax special": step([T(6, 70)], softmax, given={0: inf}),
         "softmax bf16": step([T(6, 70, e=BF16)], softmax),
         "softmax f16": step([T(2, 5, 33, e=F16)], softmax),
@@ -283,13 +288,6 @@ def row_cases() -> dict[str, Case]:
         "column sums": step([T(60, 80), T(60, 80)], lambda b, x, y: [b.mul(x, y), b.sum(b.mul(x, y), dims=(0,))]),
         "column sums of rows": step(
             [T(300, 80)], lambda b, x: [b.softmax(x, dim=1), b.sum(b.softmax(x, dim=1), dims=(0,))]
-        ),
-        "sums of two kinds": step(
-            [T(6, 4, 9)],
-            lambda b, x: [
-                b.maximum(b.sum(x, dims=(0, 1, 2), keepdim=True), b.sum(x, dims=(0, 1), keepdim=True)),
-                b.exp(x),
-            ],
         ),
         "norm": step([T(900)], lambda b, x: b.sqrt(b.sum(b.mul(x, x), dims=(0,)))),
         "scaled by its norm": step(
@@ -351,6 +349,24 @@ def cases_of_triton() -> dict[str, Case]:
     return found
 
 
+def again_and_again(b, x, dim):
+    """A row's sum in five copies, beside the row: nothing but what is written changes along the copies."""
+    total = b.sum(x, dims=(dim,))
+    return [b.softmax(x, dim=dim), b.broadcast(b.reshape(total, shape=(1, *total.type.shape)), shape=(5, 6))]
+
+
+def drawn_cases() -> dict[str, Case]:
+    """Kernels that nobody thought of."""
+    found = {}
+    for seed in range(40):
+        drawn = Drawn(seed, ops=3 + seed % 9, float64=False)
+        with contextlib.suppress(NotLoops, NoSchedule):
+            kernel = lowered(drawn.function)
+            if schedule(kernel).along or schedule(kernel).across:
+                found[f"drawn {seed}"] = Case(kernel, {}, dict(enumerate(x.double() for x in drawn.inputs)))
+    return found
+
+
 def random_cases() -> dict[str, Case]:
     key = torch.tensor([0x123456789ABCDEF, (5 << 32) + 77, 3])
 
@@ -374,6 +390,7 @@ CASES = {
     **{f"pointwise {k}": v for k, v in pointwise_cases().items()},
     **{f"rows {k}": v for k, v in row_cases().items()},
     **random_cases(),
+    **drawn_cases(),
     **{f"triton {k}": v for k, v in cases_of_triton().items()},
 }
 

@@ -7,21 +7,26 @@ A process has one mode: Triton reads TRITON_INTERPRET when it is imported.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tests.backends.triton.kernels import T, case, function_cases, of_step, rms_grad, step_cases
+from tests.dialects.loop.programs import Drawn
 from wholestep.backends.generated import overwritable
 from wholestep.backends.kernels import Spec
 from wholestep.backends.triton import generate
-from wholestep.backends.triton.families import Family, Rows
+from wholestep.backends.triton.families import Config, Family, Rows, Sums, power_of_two
 from wholestep.backends.triton.generate import Candidate
-from wholestep.dialects.loop import outputs_of
+from wholestep.dialects.loop import NoSchedule, outputs_of, schedule
 from wholestep.dialects.loop.reference import run
 from wholestep.dialects.step.base import torch_dtype
+from wholestep.ir.core import Op
 from wholestep.ir.types import BF16, F32, I64
+from wholestep.transforms.loops import NotLoops, lowered
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cpu" if generate.interpreting() else "cuda")
@@ -109,6 +114,46 @@ def test_kernel(name, built):
         ready(built, candidate)(*given, *scratch_of(candidate))
         for got, right in zip(given[count:], want, strict=True):
             close(got, right, 4.0)
+
+
+def drawn_kernels() -> dict[int, tuple[Op, Drawn]]:
+    """Kernels with reductions that nobody thought of."""
+    found = {}
+    for seed in range(34):
+        drawn = Drawn(seed, ops=3 + seed % 9, float64=False)
+        with contextlib.suppress(NotLoops, NoSchedule):
+            kernel = lowered(drawn.function)
+            walk = schedule(kernel)
+            if (walk.along or walk.across) and math.prod(walk.sizes) < 500:
+                found[seed] = kernel, drawn
+    return found
+
+
+def in_parts(family: Family) -> Config:
+    """A configuration that has several programs where there is anything to share."""
+    rows, length = power_of_two(max(family.count, 1)), power_of_two(max(family.length, 1))
+    if family.kind == "sums":
+        return Sums(max(rows // 4, 1), max(length // 2, 1), 2, 4)
+    return Rows(max(rows // 4, 1), length, 4, programs=2)
+
+
+def test_kernels_that_are_drawn(built):
+    kernels = drawn_kernels()
+    assert len(kernels) > 6
+    for seed, (kernel, drawn) in kernels.items():
+        want = [torch.full(v.type.shape, 3.0, dtype=torch_dtype(v.type.element)) for v in drawn.results]
+        given = on_device([*drawn.inputs, *want])
+        specs = [spec(t) for t in given]
+        run(kernel, drawn.inputs, want)
+        family = Family(kernel, specs)
+        if family.kind == "pointwise":  # sums of one element are none
+            continue
+        way = generate.candidate(family, in_parts(family))
+        ready(built, way)(*given, *scratch_of(way))
+        for got, right in zip(given[len(drawn.inputs) :], want, strict=True):
+            torch.testing.assert_close(
+                got.cpu(), right, rtol=1e-4, atol=1e-4, msg=lambda m, s=f"{seed} {way.name}": f"{s}: {m}"
+            )
 
 
 def function_candidate(kernel, inputs, out):

@@ -74,6 +74,8 @@ def test_a_sum_of_everything() -> None:
             "what another sum over all rows gives",
         ),
         ([(4, 6, 5)], lambda b, x: [b.softmax(x, dim=2), b.sum(x, dims=(0,))], "some of the rows only"),
+        ([(4,), (6,)], lambda b, x, w: b.add(b.sum(x, dims=(0,)), b.sum(w, dims=(0,))), "a reduction along a row"),
+        ([(4, 6)], lambda b, x: b.mul(b.amax(x, dims=(0,)), b.sum(x, dims=(0, 1))), "a reduction along a row"),
         ([(4, 6)], lambda b, x: b.div(x, b.sum(b.sum(b.exp(x), dims=(0,), keepdim=True), dims=(1,), keepdim=True)), ""),
     ],
 )
@@ -93,7 +95,7 @@ def test_what_one_walk_cannot_do(shapes: list[tuple[int, ...]], build: Any, why:
 
 def test_what_a_schedule_promises_holds_for_random_programs() -> None:
     """Every dimension is outer or of the row; a sum along the row reduces just the row, the others all outer ones;
-    nothing that is stored before the end needs a sum over all rows."""
+    nothing that is stored before the end needs a sum over all rows, and nothing at the end one along a row."""
     seen = 0
     for seed in range(400):
         try:
@@ -120,4 +122,9 @@ def test_what_a_schedule_promises_holds_for_random_programs() -> None:
                     assert not dims[result] & set(found.outer), (
                         "what comes after all rows would have to be known in them"
                     )
+                known = [v for v in op.operands if v not in late]
+                while known:  # what else the end needs is there without the rows
+                    value = known.pop()
+                    assert value.op not in found.along
+                    known += [] if value.op is None else value.op.operands
     assert seen > 250

@@ -19,7 +19,7 @@ from .compiler import CompilerError, build_all, digest, header, working_compiler
 from .nest import Options
 from .source import Code, source_of
 from .text import STORED
-from .walk import Walk, walk_of
+from .walk import walk_of
 
 __all__ = ["Candidate", "CompilerError", "build", "candidates", "missing", "why_not"]
 
@@ -77,7 +77,7 @@ def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
 def choices(function: Op, specs: Sequence[Spec]) -> list[Options]:
     walk = walk_of(function, specs)
     whole = Options("phases")
-    if 0 in space_of(function) or not rows_are_enough(walk):
+    if 0 in space_of(function):
         return [whole]
     if not walk.reductions:
         code = Code(walk, whole)
@@ -101,15 +101,6 @@ def choices(function: Op, specs: Sequence[Spec]) -> list[Options]:
     if rows < 16 and walk.points(walk.row) > 65536:
         return [whole, *found]
     return [*found, whole]
-
-
-def rows_are_enough(walk: Walk) -> bool:
-    """Whether nothing needs the result of a row after all rows are done, or a row of what all rows give."""
-    sums, along = set(walk.across), set(walk.along)
-    if any(sums.intersection(walk.behind([n])) for n in walk.along):
-        return False
-    late = [w for w in walk.writings if sums.intersection(walk.behind([w]))]
-    return not along.intersection(walk.behind(late, known=sums))
 
 
 def candidate(function: Op, specs: Sequence[Spec], options: Options) -> Candidate:

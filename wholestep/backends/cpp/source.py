@@ -383,6 +383,8 @@ class Code(Nests):
             kept = not aim.how and aim.writing is None  # on the way, by a nest over the whole row
             dims = tuple(d for d in row if kept or d in aim.walked)
             missing = tuple(sorted(self.walk.outer - aim.walked)) if aim.writing is not None else ()
+            if aim.writing is not None and not aim.walked <= self.walk.row | self.walk.outer:
+                dims = tuple(self.whole_order(aim.walked - self.walk.outer))  # it is written more than once
             groups.setdefault((dims, missing), []).append(aim)
         for (dims, missing), group in sorted(groups.items(), key=lambda g: -len(g[0][0])):
             loops = [Loop(d, "0", str(self.walk.sizes[d])) for d in dims]

@@ -129,13 +129,13 @@ class Walk:
     def points(self, dims: Iterable[int]) -> int:
         return math.prod(self.sizes[d] for d in dims)
 
-    def behind(self, targets: Iterable[Number | Writing], known: Iterable[Number] = ()) -> list[Number]:
-        """The numbers that targets are computed from, in order; it ends at those that are known."""
-        known, found = set(known), set()
-        stack = [a for t in targets for a in ((t.value,) if isinstance(t, Writing) else t.args)]
+    def needed(self) -> list[Number]:
+        """The numbers that what is written is computed from, in order."""
+        found = set[Number]()
+        stack = [w.value for w in self.writings]
         while stack:
             number = stack.pop()
-            if number not in found and number not in known:
+            if number not in found:
                 found.add(number)
                 stack.extend(number.args)
         return [n for n in self.numbers if n in found]
@@ -163,8 +163,7 @@ def walk_of(function: Op, specs: Sequence[Spec]) -> Walk:
         [reader.known[op.results[0]] for op in plan.along],
         [reader.known[op.results[0]] for op in plan.across],
     )
-    used = set(walk.behind(walk.writings))
-    walk.numbers = [n for n in walk.numbers if n in used]
+    walk.numbers = walk.needed()
     merge(walk)
     for n in walk.numbers:
         n.varies = varies(n)

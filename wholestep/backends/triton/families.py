@@ -249,6 +249,7 @@ class Family:
             texts, grids, scratch = self.rows(config)
         else:
             texts, grids, scratch = self.sums(config)
+        assert set(self.stores) <= set().union(*(text.written for text in texts)), "a result that nothing writes"
         functions, arguments = [], []
         for text, grid in zip(texts, grids, strict=True):
             arguments.append(pointers_in(text))

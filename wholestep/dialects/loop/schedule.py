@@ -137,5 +137,8 @@ def schedule(function: Op) -> Schedule:
         if op not in across and op.definition is not Space
         if any(r in across for v in op.operands for r in behind.get(v, ()))
     ]
+    finishes = any(sizes[d] > 1 for r in across for d in r.attributes["dims"])
+    if finishes and any(behind.get(v) and behind[v].isdisjoint(across) for op in after for v in op.operands):
+        raise NoSchedule("what comes after sums over all rows needs a reduction along a row, which belongs before them")
     order = lambda dims: tuple(sorted(dims))  # noqa: E731
     return Schedule(sizes, order(outer), order(row), tuple(along), tuple(across), tuple(after))

@@ -12,6 +12,7 @@ from ...ir.core import Op
 from ...ir.dialect import AnyType, Attr, Operand, Result
 from ...ir.types import ScalarType
 from ...torch_private import OpOverload, schema_of
+from ..strides import row_major
 from .base import StepOp, ir_dtype, step, torch_dtype
 
 # How arguments that are not tensors are written in the `arguments` attribute.
@@ -191,12 +192,17 @@ def as_told(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def compact(x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-    """x without gaps in memory: some kernels take nothing else, and the model's `contiguous` calls are not kept."""
-    if x.is_contiguous() or x.layout is not torch.strided:
+    """x without gaps in memory: some kernels take nothing else, and the model's `contiguous` calls are not kept.
+
+    Dimensions of one get the usual strides too: results lie by those of operands, and some operators view theirs.
+    """
+    if x.layout is not torch.strided or x.stride() == row_major(x.shape):
         return x
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if not exact and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
         return x
+    if x.is_contiguous():
+        return x.as_strided(x.shape, row_major(x.shape))
     return x.contiguous()
 
 
