@@ -21,6 +21,7 @@ from .backends.providers import providers_for, why_nothing_is_fused
 from .backends.store import Store, fingerprint
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
+from .capture.reads import all_settings, names_read
 from .capture.slots import Slot
 from .capture.structure import flatten
 from .dialects.strides import is_dense
@@ -223,6 +224,10 @@ def load(
         step = TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options, compile_now=False)
         for program in saved.programs:
             program.policy = parse_precision(options.precision)
+            names = names_read(loss_fn)
+            roots = (model, loss_fn, *(read.value for read in names))
+            program.captured.reads = reads = all_settings(*roots)  # which of them it was made from is not known
+            reads.names, reads.tensors = names, list(program.captured.constants.values())
             recipe = [d["name"] for d in saved.decisions]
             attentions = attentions_of(step, program, device_of(model, loss_fn))  # anew: this may be another machine
             seconds = {"load": read / len(saved.programs)}

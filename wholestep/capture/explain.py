@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -60,6 +61,11 @@ ADVICE = (
         "stay with torch operations, or do it before the step",
     ),
     Advice(
+        ("FakeTensor.__format__",),
+        'a tensor is formatted as a number (f"{x:.2f}"), and its value is known only while a step runs',
+        "return the tensor from loss_fn beside the loss, and print what step(...) returns",
+    ),
+    Advice(
         ("UnsupportedOperator", "does not have a fake impl", "no fake impl", "not supported on fake", "meta kernel"),
         "an operator has no shape function, so its result is unknown before it runs",
         "register one with torch.library.register_fake, or replace the operator",
@@ -92,8 +98,8 @@ ADVICE = (
 )
 
 
-def explain(error: Exception, branches: Any = None) -> CaptureError:
-    """One error of ours for whatever torch.export raised."""
+def explain(error: Exception, branches: Any = None, paths: Mapping[int, str] | None = None) -> CaptureError:
+    """One error of ours for whatever torch.export raised. paths: the layers of the model, by the id of their module."""
     place = user_line(error)
     text = first_line(error)
     if branches is not None and branches.undecided:
@@ -101,7 +107,11 @@ def explain(error: Exception, branches: Any = None) -> CaptureError:
     else:
         found = next((a for a in ADVICE if any(m in f"{type(error).__name__} {error}" for m in a.marks)), None)
         if found is None and not type(error).__module__.startswith("torch._"):
-            return CaptureError(f"{place or ''}the model failed while it was captured: {type(error).__name__}: {text}")
+            where = failed_layer(error, paths or {})
+            return CaptureError(
+                f"{place or ''}the model failed while it was captured{where}: {type(error).__name__}: {text}\n"
+                "Try: call it eagerly on the example batch: what fails there as well is no matter of compiling"
+            )
         what = found.what if found else text
         instead = found.instead if found else f"see {GUIDE} for what can be captured"
     said = f"torch says: {text}; set WHOLESTEP_TRACE=1 for its trace"
@@ -127,6 +137,17 @@ def user_line(error: BaseException) -> Place | None:
                 return Place(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def failed_layer(error: BaseException, paths: Mapping[int, str]) -> str:
+    """` in layer head (Linear)`: the innermost layer whose forward was running; empty where there is none."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        module = step.tb_frame.f_locals.get("self")
+        if step.tb_frame.f_code.co_name == "forward" and paths.get(id(module)):
+            found = f", in layer {paths[id(module)]} ({type(module).__name__})"
+        step = step.tb_next
+    return found
 
 
 def current_line() -> Place | None:

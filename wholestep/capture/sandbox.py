@@ -137,6 +137,18 @@ def compiled_not_exported() -> Iterator[None]:
         torch.compiler.is_exporting = truth
 
 
+@contextlib.contextmanager
+def without_value_checks() -> Iterator[None]:
+    """`torch.distributions` checks the values of its parameters in Python, unless it is told not to."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
+
+
 # ---- attributes of modules -------------------------------------------------------------------------------------------
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
@@ -204,7 +216,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
-_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
+_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export", "torch._subclasses")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.capture import Captured
+from ..capture.capture import OUTSIDE, Captured
 from ..capture.export import Interface
 from ..capture.slots import Slot
 from ..capture.structure import Leaf, Structure, from_plain, short, to_plain
@@ -57,6 +57,8 @@ class Setting:
     plan: OptimizerPlan
     device: torch.device
     containers: Mapping[str, type]
+    #: tensors that its loss function reads from outside
+    outside: Mapping[str, torch.Tensor]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -90,6 +92,14 @@ def program_to_plain(program: Program) -> dict[str, Any]:
 
 
 def constant_to_plain(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    form = {"dtype": ir_dtype(tensor.dtype).text, "shape": list(tensor.shape)}
+    if name.startswith(OUTSIDE):  # the loss function that it is loaded for has it
+        return form
+    if isinstance(tensor, nn.Parameter):
+        raise SavedStepError(
+            f"the step cannot be saved: its loss function reads a parameter of shape {list(tensor.shape)} of a module "
+            "that is not the model's and that it does not name. Make both parts of one nn.Module"
+        )
     if tensor.numel() * tensor.element_size() > MOST_CONSTANTS:
         raise SavedStepError(
             f"the step cannot be saved: it holds the tensor {name} of shape {list(tensor.shape)}, which the model "
@@ -97,11 +107,7 @@ def constant_to_plain(name: str, tensor: torch.Tensor) -> dict[str, Any]:
             "(register_buffer)"
         )
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {
-        "dtype": ir_dtype(tensor.dtype).text,
-        "shape": list(tensor.shape),
-        "data": base64.b64encode(data).decode("ascii"),
-    }
+    return {**form, "data": base64.b64encode(data).decode("ascii")}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     need(isinstance(plain, dict) and set(plain) == KEYS, f"a program has the entries {', '.join(sorted(KEYS))}")
     module, function = program_text(plain["text"], plain["entry"])
     interface = read_interface(plain, setting.containers)
-    constants = read_constants(plain["constants"], setting.device)
+    constants = read_constants(plain["constants"], setting.device, setting.outside)
     leaves = len(interface.batch_names)
     updated, untouched = names(plain["updated"], "updated"), names(plain["untouched"], "untouched")
     known = set(setting.plan.parameters)
@@ -267,12 +273,22 @@ def read_type(text: Any) -> TensorType:
         raise SavedStepError(str(error)) from error
 
 
-def read_constants(plain: Any, device: torch.device) -> dict[str, torch.Tensor]:
+def read_constants(plain: Any, device: torch.device, outside: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     need(isinstance(plain, dict), "constants are tensors by name")
     found, total = {}, 0
     for name, entry in plain.items():
+        if name in outside and isinstance(entry, dict) and set(entry) == {"dtype", "shape"}:
+            tensor, what = outside[name], f"{name.removeprefix(OUTSIDE)} of the loss function is"
+            have = {"dtype": ir_dtype(tensor.dtype).text, "shape": list(tensor.shape)}
+            need(have == entry, f"{what} {have} here and was {short(entry)}")
+            need(tensor.device == device, f"{what} on {tensor.device} and the model on {device}")
+            found[name] = tensor
+            continue
         need(
-            isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data"}, f"the constant {short(name)} is none"
+            isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data"},
+            f"the loss function has no tensor {short(name.removeprefix(OUTSIDE))}"
+            if name.startswith(OUTSIDE)
+            else f"the constant {short(name)} is none",
         )
         shape, data = entry["shape"], entry["data"]
         need(
