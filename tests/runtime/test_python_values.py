@@ -134,12 +134,6 @@ def test_a_module_outside_of_the_model(tmp_path):
                 parameter.mul_(1.5)
     pair.train()
     assert pair.step.compilations == 1
-    with pytest.warns(UserWarning, match="training of BatchNorm1d was True and is False"):
-        for judge in outside:
-            judge.eval()
-        pair.train()
-    for a, b in zip(outside[0].state_dict().values(), outside[1].state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b)
     pair.step.save(tmp_path / "judged.step")
     assert '"data"' not in (tmp_path / "judged.step").read_text(), "a file of a step holds no weights"
     pair.step = ws.load(tmp_path / "judged.step", pair.ours, pair.losses[0], pair.optimizers[0])
@@ -147,6 +141,12 @@ def test_a_module_outside_of_the_model(tmp_path):
         with torch.no_grad():
             judge[3].bias.add_(2.0)
     pair.train()
+    with pytest.warns(UserWarning, match="training of .* was True and is False"):
+        for judge in outside:
+            judge.eval()
+        pair.train()
+    for a, b in zip(outside[0].state_dict().values(), outside[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_tensors_that_forward_changes_are_put_back_after_a_capture():

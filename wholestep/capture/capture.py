@@ -145,10 +145,10 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
     for slot in slots:
         ref = arguments[slot.source]
         if ref.box.version:
-            if slot.kind == "parameter":
+            if slot.kind == "parameter" and parameters[slot.source[1]].requires_grad:
                 raise CaptureError(
                     f"the forward pass changes parameter {slot.name} in place; change parameters in the optimizer, "
-                    "or make it a buffer"
+                    "or freeze it (requires_grad_(False)) where forward keeps it up to date"
                 )
             changed.append((slot, ref.box.value))
     exported.reads.tensors = list(constants.values())

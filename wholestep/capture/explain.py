@@ -92,8 +92,10 @@ ADVICE = (
     ),
     Advice(
         ("fake tensor in the exported program constant",),
-        "gradients are taken inside the model (torch.autograd.grad), or a tensor of an earlier capture is read",
-        "write the derivative with ordinary operations; the step differentiates the loss itself",
+        "gradients are taken inside the model (torch.autograd.grad), .data of a parameter is read or replaced there, "
+        "or a tensor of an earlier capture is read",
+        "write the derivative with ordinary operations; change a frozen parameter with p.mul_() or p.copy_() under "
+        "torch.no_grad()",
     ),
 )
 

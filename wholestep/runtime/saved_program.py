@@ -41,7 +41,9 @@ MOST_CONSTANTS = 64 << 20
 MOST_SOURCES = 4 << 30
 LARGEST_TENSOR = 1 << 44
 MOST_DIMENSIONS = 64
-WRITTEN = ("buffer", "parameter", "optimizer_state", "copy", "ema", "scaler")
+#: what forward may change, and what a step writes
+CHANGED = ("buffer", "constant")
+WRITTEN = (*CHANGED, "parameter", "optimizer_state", "copy", "ema", "scaler")
 KEYS = {
     "text", "entry", "slots", "results", "updated", "untouched", "batch", "batch_names", "output", "output_names",
     "loss_index", "constants", "opaque",
@@ -131,7 +133,8 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     slots = [read_slot(entry, setting, constants, leaves, kept) for entry in plain["slots"]]
     need(len({s.source for s in slots}) == len(slots), "two arguments have the same source")
     results = [read_result(entry, slots) for entry in plain["results"]]
-    check_signature(function, slots, results, interface, updated)
+    frozen = {name for name, parameter in setting.parameters.items() if not parameter.requires_grad}
+    check_signature(function, slots, results, interface, updated, frozen)
     opaque = plain["opaque"]
     need(
         isinstance(opaque, dict) and all(type(n) is int for n in opaque.values()),
@@ -140,10 +143,11 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     block = function.regions[0].block
     assert block.last is not None
     outputs = list(block.last.operands)[: len(interface.output_names)]
+    kept_by_forward = {("parameter", name) for name in frozen}
     changed = [
         (r.slot, value)
         for r, value in zip(results, block.last.operands, strict=True)
-        if r.slot is not None and r.slot.kind == "buffer"
+        if r.slot is not None and (r.slot.kind in CHANGED or r.slot.source in kept_by_forward)
     ]
     captured = Captured(
         module,
@@ -386,9 +390,9 @@ def read_result(entry: Any, slots: list[Slot]) -> Result:
 
 
 def check_signature(
-    function: Op, slots: list[Slot], results: list[Result], interface: Interface, updated: list[str]
+    function: Op, slots: list[Slot], results: list[Result], interface: Interface, updated: list[str], frozen: set[str]
 ) -> None:
-    """The function's arguments and results are those that the file lists."""
+    """The function's arguments and results are those that the file lists. Forward may change frozen parameters."""
     signature = function.function_type
     need([s.type for s in slots] == list(signature.inputs), "the program's arguments are not those that the file lists")
     need(
@@ -402,7 +406,7 @@ def check_signature(
             )
     written = [r.slot.source for r in results if r.slot is not None]
     need(len(set(written)) == len(written), "the program gives two new values for one argument")
-    trained = [s[1] for s in written if s[0] == "parameter"]
+    trained = [s[1] for s in written if s[0] == "parameter" and s[1] not in frozen]
     need(sorted(trained) == sorted(updated), "the parameters that the program changes are not those listed as updated")
     wanted = ["output"] * len(interface.output_names)
     wanted[interface.loss_index] = "loss"
