@@ -660,7 +660,8 @@ def check_ownership(parameters: dict[str, nn.Parameter], optimizer: torch.optim.
     if foreign:
         raise InputError(
             f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's; build the optimizer "
-            "from model.parameters() after the model is complete and on its device"
+            "from model.parameters() after the model is complete and on its device. A loss with parameters of its own "
+            "is passed as the nn.Module that it is, or made a part of the model"
         )
 
 
