@@ -6,6 +6,7 @@ import os
 import random
 import re
 import textwrap
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,13 @@ def formatted(m, x):
     return h
 
 
+def packed(m, x):
+    sequences = nn.utils.rnn.pack_padded_sequence(x[:, None], x[0, :1].abs().long(), enforce_sorted=False)
+    return nn.GRU(4, 4)(sequences)[1]  # LINE packed
+
+
 REFUSED = [
+    (packed, "a size is made of the values in a tensor, as pack_padded_sequence does", "mask what is too much"),
     (formatted, "a tensor is formatted as a number", "beside the loss"),
     (convert, r"a module is moved or converted \(.to\(\), .half\(\)\) inside forward", "before the step is compiled"),
     (no_shapes, "the shape of an operator's result is not known", "replace the operator"),
@@ -164,6 +171,19 @@ def test_distributions_need_not_be_told_to_leave_values_alone():
     compare(fresh(lambda: Body(likelihood)), squares, [(data(3, 4),)] * 2, eager)
     with pytest.raises(ValueError, match="to satisfy the constraint"):
         Normal(torch.zeros(2), -torch.ones(2))
+
+
+def test_warnings_of_the_model_and_its_loss_are_kept():
+    def warned(m, x):
+        warnings.warn("look here", UserWarning, stacklevel=1)
+        return m.layer(x)
+
+    model = fresh(lambda: Body(warned))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ws.compile(model, nn.MSELoss(), sgd(model), (data(3, 4), data(3, 1)), providers=["aten"])
+    found = [str(w.message).strip() for w in said]
+    assert len(found) == 2 and "look here" in found and any("target size" in text for text in found), found
 
 
 def test_views_by_strides_have_a_gradient():

@@ -61,6 +61,11 @@ ADVICE = (
         "stay with torch operations, or do it before the step",
     ),
     Advice(
+        ("but got FakeTensor",),
+        "a size is made of the values in a tensor, as pack_padded_sequence does with its lengths",
+        "pad to one length and mask what is too much, in the loss or with torch.where",
+    ),
+    Advice(
         ("FakeTensor.__format__",),
         'a tensor is formatted as a number (f"{x:.2f}"), and its value is known only while a step runs',
         "return the tensor from loss_fn beside the loss, and print what step(...) returns",
@@ -189,6 +194,11 @@ def place_of(frame: FrameType) -> Place:
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
+
+
+def is_of_model(filename: str) -> bool:
+    """Whether a file is the user's or has torch's layers and losses."""
+    return is_users(filename) or filename.startswith(_TORCH + "nn" + os.sep)
 
 
 def is_users(filename: str) -> bool:

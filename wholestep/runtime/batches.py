@@ -62,7 +62,7 @@ def check_structure(expected: Any, structure: Any) -> None:
         raise InputError(
             f"the batch differs from the one the step was compiled for: {'; '.join(found[:3])}{more}.\n"
             "Try: pass batches of one structure, or compile another step for this one; leave out what is no tensor and "
-            "not needed in the step (names, numbers of rows)"
+            "not needed in the step (names), and make tensors of numbers that change: torch.tensor(0.5)"
         )
 
 
