@@ -1,6 +1,7 @@
 """Python values that a program was made from: where they are others, it is compiled again. Tensors are not frozen."""
 
 import copy
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -147,6 +148,24 @@ def test_a_module_outside_of_the_model(tmp_path):
         pair.train()
     for a, b in zip(outside[0].state_dict().values(), outside[1].state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_threads_that_compile_beside_each_other():
+    made = []
+
+    def compiled(number):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(number / 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.append(ws.compile(model, loss_fn, optimizer, batch(), providers=["aten"]))
+
+    threads = [threading.Thread(target=compiled, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 3 and "__getattribute__" not in vars(nn.Module)
+    for step in made:
+        assert [r.value for r in step._compiled.reads.settings.values() if r.key == "p"] == [step.model[1].p]
 
 
 def test_tensors_that_forward_changes_are_put_back_after_a_capture():

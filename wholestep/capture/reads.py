@@ -7,6 +7,7 @@ step and may be filled; only another tensor in their place is a change.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -152,24 +153,34 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
 
 
+#: who notes reads, by thread, and which modules are its model's
+NOTING: dict[int, tuple[Reads, Container[int]]] = {}
+NOTED = threading.Lock()
+
+
+def reading(module: nn.Module, name: str) -> Any:
+    """Stands in for `nn.Module.__getattribute__` while anything is captured."""
+    value = super(nn.Module, module).__getattribute__(name)
+    if (noting := NOTING.get(threading.get_ident())) is not None:
+        noting[0].note(module, name, value, noting[1])
+    return value
+
+
 @contextmanager
 def reads_of_modules(own: Container[int]) -> Iterator[Reads]:
-    """Notes which attributes are read of any module. own: the modules of the model."""
-    found, before = Reads(), nn.Module.__dict__.get("__getattribute__")
-
-    def reading(module: nn.Module, name: str) -> Any:
-        value = super(nn.Module, module).__getattribute__(name)
-        found.note(module, name, value, own)
-        return value
-
-    nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
+    """Notes which attributes this thread reads of any module. own: the modules of the model."""
+    found, thread = Reads(), threading.get_ident()
+    with NOTED:
+        before = NOTING.get(thread)
+        NOTING[thread] = found, own
+        nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
-        if before is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+        with NOTED:
+            NOTING.pop(thread) if before is None else NOTING.update({thread: before})
+            if not NOTING:
+                del nn.Module.__getattribute__
         found.put_back()
 
 

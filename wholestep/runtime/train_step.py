@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -63,6 +64,8 @@ from .verification import compare_with_eager
 
 #: the steps of each model
 STEPS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[TrainStep]] = weakref.WeakKeyDictionary()
+#: held while a step is compiled: torch traces in one thread at a time
+COMPILING = threading.RLock()
 
 
 class TrainStep:
@@ -351,7 +354,7 @@ class TrainStep:
     def _compile(self, batch: Any) -> Compiled:
         refuse_autocast("compiled")
         self.flush()
-        with keep_random_state(), torch.inference_mode(False):
+        with COMPILING, keep_random_state(), torch.inference_mode(False):
             compiled = self._recompile(self, batch)
         self.compilations += 1
         return self.adopt(compiled)

@@ -6,7 +6,7 @@ Looks at identities, addresses and strides alone. Where it says no, the slow and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import itemgetter
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..capture.reads import Reads
 from ..training.optimizer_plan import OptimizerPlan
 from .record import Subjects, record
 
-TRAINING = itemgetter("training")
+TRAINING = methodcaller("get", "training")  # those of TorchScript keep it elsewhere
 PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
