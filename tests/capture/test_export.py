@@ -186,6 +186,13 @@ def test_warnings_of_the_model_and_its_loss_are_kept():
     assert len(found) == 2 and "look here" in found and any("target size" in text for text in found), found
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modules_of_torchscript_are_refused_by_name():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    text = refusal(lambda m, x: m.layer(x) - scripted(x))
+    assert "a module of TorchScript" in text and "made from" in text and f"{HERE}:" in text
+
+
 def test_views_by_strides_have_a_gradient():
     def windows(m, x):
         return m.layer(x).as_strided((5, 4), (2, 1)) * 2  # they overlap

@@ -17,7 +17,7 @@ from ..errors import CaptureError, InputError, WholestepError
 from ..torch_private import graphs_without_code
 from .cumulative import cumulative_statistics
 from .custom_functions import AppliedFunction, traced_functions
-from .explain import explain, forward_line, refuse
+from .explain import explain, forward_line, refuse, user_line
 from .export_imports import import_export
 from .layerdrop import RandomBranches
 from .reads import Reads, names_read, reads_of_modules
@@ -185,7 +185,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
         notes: dict[str, Any] = {}
         told = nullcontext() if exporting else compiled_not_exported()
         wrapper = Wrapper(model, loss_fn, call, structure, notes)
-        branches, names = RandomBranches(), names_read(loss_fn)
+        branches, names, reads = RandomBranches(), names_read(loss_fn), Reads()
         try:
             with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
                 with (
@@ -201,6 +201,9 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
         except WholestepError:
             raise
         except Exception as error:
+            if any(isinstance(module, torch.jit.ScriptModule) for module in reads.modules.values()):
+                what, instead = "a module of TorchScript (torch.jit) is called", "call the module that it was made from"
+                raise refuse(what, instead, user_line(error)) from None
             raise explain(error, branches, paths) from (error if os.environ.get("WHOLESTEP_TRACE") else None)
         finally:
             attributes.restore()
