@@ -141,6 +141,20 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
     outputs = user_outputs(program, values)
     loss = outputs[exported.loss_index]
     check_loss(loss)
+    changed = changed_arguments(slots, arguments, parameters)
+    exported.reads.tensors = list(constants.values())
+    captured = Captured(
+        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers,
+        importer.opaque_targets, importer.exact, exported.reads,
+    )  # fmt: skip
+    mark_loss_phase(captured)
+    return captured
+
+
+def changed_arguments(
+    slots: list[Slot], arguments: dict[tuple[Any, ...], Ref], parameters: dict[str, nn.Parameter]
+) -> list[tuple[Slot, Value]]:
+    """Arguments that the forward pass changes, with their new values."""
     changed = []
     for slot in slots:
         ref = arguments[slot.source]
@@ -151,13 +165,7 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
                     "or freeze it (requires_grad_(False)) where forward keeps it up to date"
                 )
             changed.append((slot, ref.box.value))
-    exported.reads.tensors = list(constants.values())
-    captured = Captured(
-        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers,
-        importer.opaque_targets, importer.exact, exported.reads,
-    )  # fmt: skip
-    mark_loss_phase(captured)
-    return captured
+    return changed
 
 
 def named_state(
