@@ -77,7 +77,8 @@ def test_optimizer_of_another_model():
 def test_optimizer_with_a_parameter_too_many():
     model = fresh(Perceptron)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
-    refused("the optimizer holds 1 of 5 parameters that are not the model's", model=model, optimizer=optimizer)
+    message = "the optimizer holds 1 of 5 parameters that are not the model's.* passed as the nn.Module that it is"
+    refused(message, model=model, optimizer=optimizer)
 
 
 def test_nothing_requires_a_gradient():
@@ -237,7 +238,7 @@ def step():
         ((X, {"y": Y}), r"batch\[1\] was a tensor when compiled and is dict with \['y'\] now"),
         ((X, None), r"batch\[1\] was a tensor when compiled and is None now"),
         (((X, Y),), r"takes the 2 parts of a batch one by one: call step\(\*batch\)"),
-        ((X, Y.numpy()), r"batch\[1\] is a ndarray; only tensors"),
+        ((X, Y.numpy()), r"batch\[1\] is a ndarray; only tensors.*torch.as_tensor"),
     ],
 )
 def test_batches_that_differ(step, batch, message):
@@ -250,6 +251,16 @@ def test_batches_that_differ(step, batch, message):
 def test_keywords_for_a_positional_step(step):
     with pytest.raises(InputError, match=r"compiled for 2 positional tensors, not keywords \['x'\]"):
         step(x=X)
+
+
+def test_names_of_rows_are_not_listed_one_by_one():
+    batch = {"x": X, "names": [f"row {i}" for i in range(6)]}
+    step = compiled(loss_fn=lambda model, batch: squares(model, batch["x"]), batch=batch)
+    with pytest.raises(
+        InputError, match=r"names\[0\] was 'row 0' .*\(and 3 more\)[\s\S]*leave out what is no tensor"
+    ) as said:
+        step({"x": X, "names": list("abcdef")})
+    assert "names[3]" not in str(said.value)
 
 
 def test_keyword_batches_that_differ():

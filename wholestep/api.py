@@ -21,6 +21,7 @@ from .backends.providers import providers_for, why_nothing_is_fused
 from .backends.store import Store, fingerprint
 from .budget import BudgetReport, fit_budget
 from .capture.capture import capture, named_state
+from .capture.reads import all_settings, names_read
 from .capture.slots import Slot
 from .capture.structure import flatten
 from .dialects.strides import is_dense
@@ -223,6 +224,10 @@ def load(
         step = TrainStep(model, loss_fn, optimizer, batch, compile_step, program_key, options, compile_now=False)
         for program in saved.programs:
             program.policy = parse_precision(options.precision)
+            names = names_read(loss_fn)
+            roots = (model, loss_fn, *(read.value for read in names))
+            program.captured.reads = reads = all_settings(*roots)  # which of them it was made from is not known
+            reads.names, reads.tensors = names, list(program.captured.constants.values())
             recipe = [d["name"] for d in saved.decisions]
             attentions = attentions_of(step, program, device_of(model, loss_fn))  # anew: this may be another machine
             seconds = {"load": read / len(saved.programs)}
@@ -655,7 +660,8 @@ def check_ownership(parameters: dict[str, nn.Parameter], optimizer: torch.optim.
     if foreign:
         raise InputError(
             f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's; build the optimizer "
-            "from model.parameters() after the model is complete and on its device"
+            "from model.parameters() after the model is complete and on its device. A loss with parameters of its own "
+            "is passed as the nn.Module that it is, or made a part of the model"
         )
 
 

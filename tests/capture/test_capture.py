@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
@@ -115,6 +116,32 @@ def test_frozen_parameters_stay():
     step = compare(model, squares, [(data(3, 4),)] * 3, spread, adamw)
     assert torch.equal(model.first.weight, before)
     assert step.report().parameters == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"level": 0}, {"accumulate": 3}], ids=str)
+def test_frozen_parameters_that_follow_others_by_momentum(options, tmp_path):
+    def follow(m, x):
+        with torch.no_grad():
+            for mine, other in zip(m.slow.parameters(), m.layer.parameters(), strict=True):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+            goal = m.slow(x) + 1
+        return m.layer(x) - goal
+
+    def eager(model, batch):
+        return sum(squares(model, part) for part in batch[0].chunk(pieces)) / pieces
+
+    pieces = options.get("accumulate", 1)
+    model = fresh(lambda: Body(follow, slow=nn.Linear(4, 4).requires_grad_(False)))
+    batches = [(data(6, 4, seed=s),) for s in range(3)]
+    step = compare(model, squares, batches, eager, providers=["aten"], **options)
+    step.save(tmp_path / "follow.step")
+    again = copy.deepcopy(model)
+    loaded = ws.load(tmp_path / "follow.step", again, squares, sgd(again))
+    loaded.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert [float(step(*b)) for b in batches] == [float(loaded(*b)) for b in batches]
+    model.slow.requires_grad_(True)
+    with pytest.raises(CaptureError, match=r"changes parameter slow.weight in place; .*requires_grad_\(False\)"):
+        ws.compile(model, squares, sgd(model), (data(3, 4),))
 
 
 def test_a_buffer_may_not_change_its_shape():

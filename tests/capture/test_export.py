@@ -6,6 +6,7 @@ import os
 import random
 import re
 import textwrap
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 import wholestep as ws
 from tests import warm
-from tests.runtime.runs import Body, data, fresh, sgd, squares
+from tests.runtime.runs import Body, compare, data, fresh, sgd, squares
 from wholestep.capture.export import calling_convention
 from wholestep.errors import CaptureError, InputError
 
@@ -89,7 +90,20 @@ def no_shapes(m, x):
     return torch.nn.functional.ctc_loss(m.layer(x)[:, None], torch.ones(1, 1).long(), (3,), (1,))  # LINE no_shapes
 
 
+def formatted(m, x):
+    h = m.layer(x)
+    print(f"{h.mean():.2f}")  # LINE formatted
+    return h
+
+
+def packed(m, x):
+    sequences = nn.utils.rnn.pack_padded_sequence(x[:, None], x[0, :1].abs().long(), enforce_sorted=False)
+    return nn.GRU(4, 4)(sequences)[1]  # LINE packed
+
+
 REFUSED = [
+    (packed, "a size is made of the values in a tensor, as pack_padded_sequence does", "mask what is too much"),
+    (formatted, "a tensor is formatted as a number", "beside the loss"),
     (convert, r"a module is moved or converted \(.to\(\), .half\(\)\) inside forward", "before the step is compiled"),
     (no_shapes, "the shape of an operator's result is not known", "replace the operator"),
     (branch, "depends on the values in a tensor", "torch.where"),
@@ -131,6 +145,59 @@ def test_one_error_names_the_line_what_was_met_and_the_rewrite(function, what, i
 
 def test_gradients_inside_the_model_are_refused():
     assert "gradients are taken inside the model" in refusal(gradient_inside)
+    assert "torch.func (grad, jacrev, vmap)" in refusal(lambda m, x: m.layer(x) + torch.func.jacrev(torch.sum)(x))
+    assert "torch.func (vmap, grad)" in refusal(lambda m, x: torch.vmap(torch.sin)(m.layer(x)))
+
+
+def test_a_batch_that_does_not_fit_names_the_layer_and_nothing_is_logged(caplog):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    with pytest.raises(
+        CaptureError, match=r"in layer 0 \(Linear\): RuntimeError: .*\nTry: call it eagerly on the example"
+    ):
+        ws.compile(model, squares, sgd(model), (data(3, 6),))
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR", "CRITICAL")]
+
+
+def test_distributions_need_not_be_told_to_leave_values_alone():
+    from torch.distributions import Categorical, Normal, kl_divergence
+
+    def likelihood(m, x):
+        normal = Normal(m.layer(x), x.exp())
+        return Categorical(logits=m.layer(x)).entropy() + kl_divergence(normal, Normal(0.0, 1.0)).sum(-1)
+
+    def eager(model, batch):
+        return squares(model, *batch)
+
+    compare(fresh(lambda: Body(likelihood)), squares, [(data(3, 4),)] * 2, eager)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        Normal(torch.zeros(2), -torch.ones(2))
+
+
+def test_warnings_of_the_model_and_its_loss_are_kept():
+    def warned(m, x):
+        warnings.warn("look here", UserWarning, stacklevel=1)
+        return m.layer(x)
+
+    model = fresh(lambda: Body(warned))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ws.compile(model, nn.MSELoss(), sgd(model), (data(3, 4), data(3, 1)), providers=["aten"])
+    found = [str(w.message).strip() for w in said]
+    assert len(found) == 2 and "look here" in found and any("target size" in text for text in found), found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modules_of_torchscript_are_refused_by_name():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    text = refusal(lambda m, x: m.layer(x) - scripted(x))
+    assert "a module of TorchScript" in text and "made from" in text and f"{HERE}:" in text
+
+
+def test_views_by_strides_have_a_gradient():
+    def windows(m, x):
+        return m.layer(x).as_strided((5, 4), (2, 1)) * 2  # they overlap
+
+    compare(fresh(lambda: Body(windows)), squares, [(data(3, 4),)] * 2, lambda m, b: squares(m, *b), providers=["aten"])
 
 
 def test_python_counters_that_steer_the_program_are_refused_and_restored():

@@ -392,6 +392,7 @@ def test_the_report_and_the_plan(twins: Twins) -> None:
     assert plan.bytes_in("external") == plain.bytes_in("external") + sum(b.type.bytes for b in kept)
     assert "in the next forward; one waits for it" in str(report) and "update" in report.movement.ledger.by_phase()
     assert '"updates": "in_next_forward"' in step.report("json")
+    assert "kept kept" not in step.report("json") and "kept contract" in step.report("json")
 
 
 def test_saved_and_loaded(twins: Twins, tmp_path: Any) -> None:

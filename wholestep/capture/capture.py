@@ -19,8 +19,12 @@ from ..ir.types import TensorType
 from . import aten_nn, aten_pointwise, aten_random, aten_shape  # noqa: F401  (they register their handlers)
 from .export import Interface, export
 from .importer import Importer
+from .reads import Reads, outside_tensors
 from .references import Ref, fresh
 from .slots import Slot
+
+#: how constants are called that a loss function reads from outside, a teacher's weights for instance
+OUTSIDE = "outside."
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class Captured:
     opaque: dict[str, int] = field(default_factory=dict)
     #: ops that the user keeps out of mixed precision
     exact: set[Op] = field(default_factory=set)
+    #: Python values that the program was made from; None where it was not captured here
+    reads: Reads | None = None
 
 
 @collector_paused()
@@ -67,6 +73,7 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
     exported = export(model, loss_fn, batch, exporting)
     program = exported.program
     parameters, buffers, aliases = named_state(model, loss_fn)
+    device = next((t.device for t in (*parameters.values(), *buffers.values())), torch.device("cpu"))
     root = module()
     function = add_function(root, "step", [])
     block = function.regions[0].block
@@ -74,6 +81,10 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
     slots: list[Slot] = []
     arguments: dict[tuple[Any, ...], Ref] = {}
     constants: dict[str, torch.Tensor] = {}
+    held = {
+        place(r.value): ("", r.value) for r in exported.reads.settings.values() if isinstance(r.value, torch.Tensor)
+    }
+    held |= {place(t): (f"{OUTSIDE}{name}", t) for name, t in outside_tensors(exported.reads.names).items()}
 
     def argument(kind: str, name: str, source: tuple[Any, ...], type: TensorType) -> Ref:
         """The argument for a source; the same source twice (a tied parameter) is one argument."""
@@ -98,10 +109,16 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
             inputs.append(argument("buffer", name, ("buffer", name), tensor_type(buffers[name])))
         elif kind == "CONSTANT_TENSOR":
             tensor = program.constants[target]
-            if tensor.numel() <= 1 and not tensor.is_complex():
+            lives = tensor.numel() == 1 and not written_out(program, spec)  # its owner may fill it between steps
+            away = lives and tensor.device != device
+            if tensor.numel() <= 1 and not tensor.is_complex() and (away or not lives):
                 value = tensor.item() if tensor.numel() else 0
+                if away:
+                    exported.reads.numbers.append((tensor, value))
                 inputs.append(fresh(b.full(value, tuple(tensor.shape), ir_dtype(tensor.dtype))))
             else:
+                name, tensor = held.get(place(tensor), ("", tensor))  # torch gives another tensor of that memory
+                target = name or target
                 constants[target] = tensor
                 inputs.append(argument("constant", target, ("constant", target), tensor_type(tensor)))
         elif kind == "USER_INPUT":
@@ -124,22 +141,31 @@ def capture_as(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool) -> C
     outputs = user_outputs(program, values)
     loss = outputs[exported.loss_index]
     check_loss(loss)
+    changed = changed_arguments(slots, arguments, parameters)
+    exported.reads.tensors = list(constants.values())
+    captured = Captured(
+        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers,
+        importer.opaque_targets, importer.exact, exported.reads,
+    )  # fmt: skip
+    mark_loss_phase(captured)
+    return captured
+
+
+def changed_arguments(
+    slots: list[Slot], arguments: dict[tuple[Any, ...], Ref], parameters: dict[str, nn.Parameter]
+) -> list[tuple[Slot, Value]]:
+    """Arguments that the forward pass changes, with their new values."""
     changed = []
     for slot in slots:
         ref = arguments[slot.source]
         if ref.box.version:
-            if slot.kind == "parameter":
+            if slot.kind == "parameter" and parameters[slot.source[1]].requires_grad:
                 raise CaptureError(
                     f"the forward pass changes parameter {slot.name} in place; change parameters in the optimizer, "
-                    "or make it a buffer"
+                    "or freeze it (requires_grad_(False)) where forward keeps it up to date"
                 )
             changed.append((slot, ref.box.value))
-    captured = Captured(
-        root, function, slots, loss, outputs, changed, constants, exported, parameters, buffers,
-        importer.opaque_targets, importer.exact,
-    )  # fmt: skip
-    mark_loss_phase(captured)
-    return captured
+    return changed
 
 
 def named_state(
@@ -164,6 +190,17 @@ def named_state(
             buffers[own] = buffer
             aliases[f"{path}.{name}"] = own
     return parameters, buffers, aliases
+
+
+def written_out(program: Any, spec: Any) -> bool:
+    """Whether a constant is one that forward makes (`torch.tensor(0.5)`), not a tensor that its owner may fill."""
+    node = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == spec.arg.name)
+    return all("lift_fresh" in str(user.target) for user in node.users)
+
+
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _placeholder(program: Any, name: str) -> torch.Tensor:

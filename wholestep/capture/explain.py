@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -60,6 +61,16 @@ ADVICE = (
         "stay with torch operations, or do it before the step",
     ),
     Advice(
+        ("but got FakeTensor",),
+        "a size is made of the values in a tensor, as pack_padded_sequence does with its lengths",
+        "pad to one length and mask what is too much, in the loss or with torch.where",
+    ),
+    Advice(
+        ("FakeTensor.__format__",),
+        'a tensor is formatted as a number (f"{x:.2f}"), and its value is known only while a step runs',
+        "return the tensor from loss_fn beside the loss, and print what step(...) returns",
+    ),
+    Advice(
         ("UnsupportedOperator", "does not have a fake impl", "no fake impl", "not supported on fake", "meta kernel"),
         "an operator has no shape function, so its result is unknown before it runs",
         "register one with torch.library.register_fake, or replace the operator",
@@ -86,14 +97,16 @@ ADVICE = (
     ),
     Advice(
         ("fake tensor in the exported program constant",),
-        "gradients are taken inside the model (torch.autograd.grad), or a tensor of an earlier capture is read",
-        "write the derivative with ordinary operations; the step differentiates the loss itself",
+        "gradients are taken inside the model (torch.autograd.grad), .data of a parameter is read or replaced there, "
+        "or a tensor of an earlier capture is read",
+        "write the derivative with ordinary operations; change a frozen parameter with p.mul_() or p.copy_() under "
+        "torch.no_grad()",
     ),
 )
 
 
-def explain(error: Exception, branches: Any = None) -> CaptureError:
-    """One error of ours for whatever torch.export raised."""
+def explain(error: Exception, branches: Any = None, paths: Mapping[int, str] | None = None) -> CaptureError:
+    """One error of ours for whatever torch.export raised. paths: the layers of the model, by the id of their module."""
     place = user_line(error)
     text = first_line(error)
     if branches is not None and branches.undecided:
@@ -101,7 +114,11 @@ def explain(error: Exception, branches: Any = None) -> CaptureError:
     else:
         found = next((a for a in ADVICE if any(m in f"{type(error).__name__} {error}" for m in a.marks)), None)
         if found is None and not type(error).__module__.startswith("torch._"):
-            return CaptureError(f"{place or ''}the model failed while it was captured: {type(error).__name__}: {text}")
+            where = failed_layer(error, paths or {})
+            return CaptureError(
+                f"{place or ''}the model failed while it was captured{where}: {type(error).__name__}: {text}\n"
+                "Try: call it eagerly on the example batch: what fails there as well is no matter of compiling"
+            )
         what = found.what if found else text
         instead = found.instead if found else f"see {GUIDE} for what can be captured"
     said = f"torch says: {text}; set WHOLESTEP_TRACE=1 for its trace"
@@ -127,6 +144,17 @@ def user_line(error: BaseException) -> Place | None:
                 return Place(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def failed_layer(error: BaseException, paths: Mapping[int, str]) -> str:
+    """` in layer head (Linear)`: the innermost layer whose forward was running; empty where there is none."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        module = step.tb_frame.f_locals.get("self")
+        if step.tb_frame.f_code.co_name == "forward" and paths.get(id(module)):
+            found = f", in layer {paths[id(module)]} ({type(module).__name__})"
+        step = step.tb_next
+    return found
 
 
 def current_line() -> Place | None:
@@ -166,6 +194,11 @@ def place_of(frame: FrameType) -> Place:
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
+
+
+def is_of_model(filename: str) -> bool:
+    """Whether a file is the user's or has torch's layers and losses."""
+    return is_users(filename) or filename.startswith(_TORCH + "nn" + os.sep)
 
 
 def is_users(filename: str) -> bool:

@@ -17,9 +17,10 @@ from ..errors import CaptureError, InputError, WholestepError
 from ..torch_private import graphs_without_code
 from .cumulative import cumulative_statistics
 from .custom_functions import AppliedFunction, traced_functions
-from .explain import explain, forward_line, refuse
+from .explain import explain, forward_line, refuse, user_line
 from .export_imports import import_export
 from .layerdrop import RandomBranches
+from .reads import Reads, names_read, reads_of_modules
 from .sandbox import (
     Attributes,
     compiled_not_exported,
@@ -28,6 +29,7 @@ from .sandbox import (
     python_random_state,
     quiet,
     random_line,
+    without_value_checks,
 )
 from .structure import find_loss, flatten, unflatten
 from .user_lines import user_lines_only
@@ -51,6 +53,7 @@ class Exported(Interface):
     program: Any
     #: custom autograd functions whose gradients the program refers to
     functions: list[AppliedFunction] = field(default_factory=list)
+    reads: Reads = field(default_factory=Reads)
 
 
 class Wrapper(nn.Module):
@@ -175,25 +178,40 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
     call = calling_convention(model, loss_fn, batch)
     inputs = tuple(t.detach() for t in tensors)
     attributes = Attributes(("", model), ("loss_fn", loss_fn))
+    paths = {id(module): path for path, module in attributes.modules.items()}
     import_export()
 
     def trace() -> tuple[Any, dict[str, Any]]:
         notes: dict[str, Any] = {}
         told = nullcontext() if exporting else compiled_not_exported()
         wrapper = Wrapper(model, loss_fn, call, structure, notes)
-        branches = RandomBranches()
+        branches, names, reads = RandomBranches(), names_read(loss_fn), Reads()
         try:
             with torch.inference_mode(False), torch.enable_grad(), told, branches, traced_functions() as functions:
-                with user_lines_only(), graphs_without_code(), cumulative_statistics():
+                with (
+                    user_lines_only(),
+                    graphs_without_code(),
+                    cumulative_statistics(),
+                    without_value_checks(),
+                    reads_of_modules(paths) as reads,
+                ):
+                    reads.keep(read.value for read in names)
                     program = torch.export.export(wrapper, inputs, strict=False)
                 program.example_inputs = None  # the user's batch is not held
         except WholestepError:
             raise
         except Exception as error:
-            raise explain(error, branches) from (error if os.environ.get("WHOLESTEP_TRACE") else None)
+            if any(isinstance(module, torch.jit.ScriptModule) for module in reads.modules.values()):
+                what, instead = "a module of TorchScript (torch.jit) is called", "call the module that it was made from"
+                raise refuse(what, instead, user_line(error)) from None
+            raise explain(error, branches, paths) from (error if os.environ.get("WHOLESTEP_TRACE") else None)
         finally:
             attributes.restore()
-        return program, {**notes, "functions": functions}
+        refuse_wrapped(program.constants)
+        reads.names = [read for read in names if read.same()]
+        reads.finish(wrapper, program.constants, paths)
+        reads.leave_out((id(attributes.modules[path]), name) for path, name in notes["changes"])
+        return program, {**notes, "functions": functions, "reads": reads}
 
     with keep_random_state():
         with quiet():
@@ -213,7 +231,21 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
                 finally:
                     attributes.restore()
         check_lost_tensors(notes["changes"], program, attributes)
-    return Exported(names, structure, notes["structure"], notes["names"], notes["loss"], program, notes["functions"])
+    made = (program, notes["functions"], notes["reads"])
+    return Exported(names, structure, notes["structure"], notes["names"], notes["loss"], *made)
+
+
+def refuse_wrapped(constants: Mapping[str, Any]) -> None:
+    """Tensors of torch.func's own have no memory, and nothing can be said about them any more."""
+    for tensor in constants.values():
+        try:
+            isinstance(tensor, torch.Tensor) and tensor.data_ptr()
+        except RuntimeError:
+            raise refuse(
+                "a transformation of torch.func (grad, jacrev, vmap) is used in forward",
+                "write it with ordinary operations; the step differentiates the loss itself",
+                None,
+            ) from None
 
 
 def check_python_random(program: Any, trace: Callable[[], tuple[Any, Any]]) -> None:

@@ -15,13 +15,14 @@ import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .explain import Place, is_users, place_of
+from .explain import Place, current_line, is_of_model, is_users, place_of
 
 # ---- random state ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +138,18 @@ def compiled_not_exported() -> Iterator[None]:
         torch.compiler.is_exporting = truth
 
 
+@contextlib.contextmanager
+def without_value_checks() -> Iterator[None]:
+    """`torch.distributions` checks the values of its parameters in Python, unless it is told not to."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
+
+
 # ---- attributes of modules -------------------------------------------------------------------------------------------
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
@@ -204,7 +217,17 @@ def _refill(container: Any, contents: Any) -> None:
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
-_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
+_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export", "torch._subclasses")
+
+
+def keep_of_model(said: dict[str, tuple[Any, ...]], message: Any, category: Any, file: str, line: int, *_: Any) -> None:
+    """Keeps a warning if a layer or a loss gives it, with the user's line; it stands in for `warnings.showwarning`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == warnings.__file__:
+        frame = frame.f_back
+    if frame is not None and is_of_model(frame.f_code.co_filename):
+        place = current_line()
+        said.setdefault(str(message), (message, category, *((place.file, place.line) if place else (file, line))))
 
 
 @contextlib.contextmanager
@@ -220,8 +243,12 @@ def quiet() -> Iterator[None]:
     printed = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
+            said: dict[str, tuple[Any, ...]] = {}
+            warnings.showwarning = partial(keep_of_model, said)
             yield
+        for message, category, filename, line in said.values():
+            warnings.warn_explicit(message, category, filename, line)
         if printed.getvalue():
             print(printed.getvalue(), end="", file=sys.stderr)  # nothing failed: it was the user's
     finally:

@@ -66,7 +66,7 @@ def _children(value: Any, path: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return fields, tuple(getattr(value, f) for f in fields)
     raise InputError(
         f"{path or 'value'} is a {type(value).__name__}; only tensors, numbers, strings, None and nestings of tuples, "
-        "lists, dicts and dataclasses can go through a compiled step"
+        "lists, dicts and dataclasses can go through a compiled step (arrays: torch.as_tensor)"
     )
 
 

@@ -30,6 +30,11 @@ class Location:
         place = f"{self.file}:{self.line}" if self.file else ""
         return " at ".join(part for part in (self.layer, place) if part) or "unknown"
 
+    @property
+    def words(self) -> str:
+        """`in layer head at train.py:7`, or as much of it as is known."""
+        return f"in layer {self}" if self.layer else f"at {self}"
+
 
 UNKNOWN = Location()
 

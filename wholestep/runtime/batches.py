@@ -58,10 +58,11 @@ def check_structure(expected: Any, structure: Any) -> None:
     """Refuses a batch whose nesting or constants differ from the compiled ones."""
     found = list(differences(expected, structure))
     if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise InputError(
-            "the batch differs from the one the step was compiled for: "
-            + "; ".join(found)
-            + ".\nTry: pass batches of one structure, or compile another step for this one"
+            f"the batch differs from the one the step was compiled for: {'; '.join(found[:3])}{more}.\n"
+            "Try: pass batches of one structure, or compile another step for this one; leave out what is no tensor and "
+            "not needed in the step (names), and make tensors of numbers that change: torch.tensor(0.5)"
         )
 
 
@@ -69,7 +70,8 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: to
     """Refuses a tensor of another type or on another device."""
     if tensor.dtype != dtype:
         raise InputError(
-            f"{name} is {tensor.dtype} but the step was compiled for {dtype}; convert it with .to({dtype})"
+            f"{name} is {tensor.dtype} but the step was compiled for {dtype}; convert it with .to({dtype}), or compile "
+            "another step where the model was converted"
         )
     if tensor.device != device:
         raise InputError(f"{name} is on {tensor.device} but the model is on {device}; move it with .to({device})")

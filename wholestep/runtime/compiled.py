@@ -10,6 +10,7 @@ import torch
 
 from ..backends.attentions import Decision
 from ..budget import BudgetReport
+from ..capture.reads import Reads
 from ..dialects.step import torch_dtype
 from ..plan.planner import Planned
 from ..training.build import Program
@@ -75,6 +76,8 @@ class Compiled:
             self.flat_batch = [(s.type.shape, torch_dtype(s.type.element)) for s in slots]
         #: where each buffer lives: eager code may put another tensor there (`self.buffer = self.buffer + 1`)
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
+        #: Python values that the program was made from
+        self.reads = program.captured.reads or Reads()
         #: what the bound tensors were; None where they must be looked up and bound again
         self.snapshot: Snapshot | None = None
         #: what was computed again to fit a memory budget

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..capture.capture import named_state
+from ..capture.capture import OUTSIDE, named_state
+from ..capture.reads import names_read, outside_tensors
 from ..capture.structure import PLAIN_CONTAINERS, class_name, containers_of, from_plain, short, to_plain, unflatten
 from ..dialects.step import torch_dtype
 from ..errors import InputError, SavedStepError, WholestepError
@@ -249,7 +250,8 @@ def bind(
     parameters, buffers, _ = named_state(model, loss_fn)
     device = next(iter(parameters.values())).device
     known = {class_name(c): c for c in containers if c not in PLAIN_CONTAINERS}
-    setting = Setting(parameters, buffers, plan, device, known)
+    outside = {f"{OUTSIDE}{name}": t for name, t in outside_tensors(names_read(loss_fn)).items()}
+    setting = Setting(parameters, buffers, plan, device, known, outside)
     listed, options, decisions = content["programs"], content["options"], content["decisions"]
     if not isinstance(listed, list) or not 0 < len(listed) <= MOST_PROGRAMS:
         raise SavedStepError("it holds no list of programs")

@@ -174,6 +174,8 @@ def check_constants(constants: dict[str, torch.Tensor], model: nn.Module, loss_f
                 f"{path} was saved for another model: the tensor {place} has other values here, and it is part of the "
                 f"program, since it is no parameter and no buffer.\n{CHANGED}"
             )
+        if isinstance(now, torch.Tensor) and now.device == tensor.device:
+            constants[name] = now  # what is filled into it later is seen
 
 
 def named_differences(word: str, saved: Any, given: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.capture import Captured
+from ..capture.capture import OUTSIDE, Captured
 from ..capture.export import Interface
 from ..capture.slots import Slot
 from ..capture.structure import Leaf, Structure, from_plain, short, to_plain
@@ -41,7 +41,9 @@ MOST_CONSTANTS = 64 << 20
 MOST_SOURCES = 4 << 30
 LARGEST_TENSOR = 1 << 44
 MOST_DIMENSIONS = 64
-WRITTEN = ("buffer", "parameter", "optimizer_state", "copy", "ema", "scaler")
+#: what forward may change, and what a step writes
+CHANGED = ("buffer", "constant")
+WRITTEN = (*CHANGED, "parameter", "optimizer_state", "copy", "ema", "scaler")
 KEYS = {
     "text", "entry", "slots", "results", "updated", "untouched", "batch", "batch_names", "output", "output_names",
     "loss_index", "constants", "opaque",
@@ -57,6 +59,8 @@ class Setting:
     plan: OptimizerPlan
     device: torch.device
     containers: Mapping[str, type]
+    #: tensors that its loss function reads from outside
+    outside: Mapping[str, torch.Tensor]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -90,6 +94,14 @@ def program_to_plain(program: Program) -> dict[str, Any]:
 
 
 def constant_to_plain(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    form = {"dtype": ir_dtype(tensor.dtype).text, "shape": list(tensor.shape)}
+    if name.startswith(OUTSIDE):  # the loss function that it is loaded for has it
+        return form
+    if isinstance(tensor, nn.Parameter):
+        raise SavedStepError(
+            f"the step cannot be saved: its loss function reads a parameter of shape {list(tensor.shape)} of a module "
+            "that is not the model's and that it does not name. Make both parts of one nn.Module"
+        )
     if tensor.numel() * tensor.element_size() > MOST_CONSTANTS:
         raise SavedStepError(
             f"the step cannot be saved: it holds the tensor {name} of shape {list(tensor.shape)}, which the model "
@@ -97,11 +109,7 @@ def constant_to_plain(name: str, tensor: torch.Tensor) -> dict[str, Any]:
             "(register_buffer)"
         )
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {
-        "dtype": ir_dtype(tensor.dtype).text,
-        "shape": list(tensor.shape),
-        "data": base64.b64encode(data).decode("ascii"),
-    }
+    return {**form, "data": base64.b64encode(data).decode("ascii")}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     need(isinstance(plain, dict) and set(plain) == KEYS, f"a program has the entries {', '.join(sorted(KEYS))}")
     module, function = program_text(plain["text"], plain["entry"])
     interface = read_interface(plain, setting.containers)
-    constants = read_constants(plain["constants"], setting.device)
+    constants = read_constants(plain["constants"], setting.device, setting.outside)
     leaves = len(interface.batch_names)
     updated, untouched = names(plain["updated"], "updated"), names(plain["untouched"], "untouched")
     known = set(setting.plan.parameters)
@@ -125,7 +133,8 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     slots = [read_slot(entry, setting, constants, leaves, kept) for entry in plain["slots"]]
     need(len({s.source for s in slots}) == len(slots), "two arguments have the same source")
     results = [read_result(entry, slots) for entry in plain["results"]]
-    check_signature(function, slots, results, interface, updated)
+    frozen = {name for name, parameter in setting.parameters.items() if not parameter.requires_grad}
+    check_signature(function, slots, results, interface, updated, frozen)
     opaque = plain["opaque"]
     need(
         isinstance(opaque, dict) and all(type(n) is int for n in opaque.values()),
@@ -134,10 +143,11 @@ def program_from_plain(plain: Any, setting: Setting) -> Program:
     block = function.regions[0].block
     assert block.last is not None
     outputs = list(block.last.operands)[: len(interface.output_names)]
+    kept_by_forward = {("parameter", name) for name in frozen}
     changed = [
         (r.slot, value)
         for r, value in zip(results, block.last.operands, strict=True)
-        if r.slot is not None and r.slot.kind == "buffer"
+        if r.slot is not None and (r.slot.kind in CHANGED or r.slot.source in kept_by_forward)
     ]
     captured = Captured(
         module,
@@ -267,12 +277,22 @@ def read_type(text: Any) -> TensorType:
         raise SavedStepError(str(error)) from error
 
 
-def read_constants(plain: Any, device: torch.device) -> dict[str, torch.Tensor]:
+def read_constants(plain: Any, device: torch.device, outside: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     need(isinstance(plain, dict), "constants are tensors by name")
     found, total = {}, 0
     for name, entry in plain.items():
+        if name in outside and isinstance(entry, dict) and set(entry) == {"dtype", "shape"}:
+            tensor, what = outside[name], f"{name.removeprefix(OUTSIDE)} of the loss function is"
+            have = {"dtype": ir_dtype(tensor.dtype).text, "shape": list(tensor.shape)}
+            need(have == entry, f"{what} {have} here and was {short(entry)}")
+            need(tensor.device == device, f"{what} on {tensor.device} and the model on {device}")
+            found[name] = tensor
+            continue
         need(
-            isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data"}, f"the constant {short(name)} is none"
+            isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data"},
+            f"the loss function has no tensor {short(name.removeprefix(OUTSIDE))}"
+            if name.startswith(OUTSIDE)
+            else f"the constant {short(name)} is none",
         )
         shape, data = entry["shape"], entry["data"]
         need(
@@ -370,9 +390,9 @@ def read_result(entry: Any, slots: list[Slot]) -> Result:
 
 
 def check_signature(
-    function: Op, slots: list[Slot], results: list[Result], interface: Interface, updated: list[str]
+    function: Op, slots: list[Slot], results: list[Result], interface: Interface, updated: list[str], frozen: set[str]
 ) -> None:
-    """The function's arguments and results are those that the file lists."""
+    """The function's arguments and results are those that the file lists. Forward may change frozen parameters."""
     signature = function.function_type
     need([s.type for s in slots] == list(signature.inputs), "the program's arguments are not those that the file lists")
     need(
@@ -386,7 +406,7 @@ def check_signature(
             )
     written = [r.slot.source for r in results if r.slot is not None]
     need(len(set(written)) == len(written), "the program gives two new values for one argument")
-    trained = [s[1] for s in written if s[0] == "parameter"]
+    trained = [s[1] for s in written if s[0] == "parameter" and s[1] not in frozen]
     need(sorted(trained) == sorted(updated), "the parameters that the program changes are not those listed as updated")
     wanted = ["output"] * len(interface.output_names)
     wanted[interface.loss_index] = "loss"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +64,8 @@ from .verification import compare_with_eager
 
 #: the steps of each model
 STEPS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[TrainStep]] = weakref.WeakKeyDictionary()
+#: held while a step is compiled: torch traces in one thread at a time
+COMPILING = threading.RLock()
 
 
 class TrainStep:
@@ -123,7 +127,7 @@ class TrainStep:
         With accumulation the loss is the mean over micro-batches, and outputs with a row per sample are put together.
         """
         again = self._again  # every line here is host time of a step, and most of it waits for memory
-        if again is not None:
+        if again is not None and again.compiled.reads.same_names():
             found = again.ready.pop() if again.ready else again.new_results()
             answer = again.once(batch, named, found)
             if not answer:
@@ -243,10 +247,10 @@ class TrainStep:
         """Writes the compiled programs as text that `ws.load` reads: no code, no weights."""
         with self._lock:
             latest = self._compiled
-            if self._key_of(self, latest.plan) != latest.key:
+            if self._key_of(self, latest.plan) != latest.key or latest.reads.changes():
                 raise InputError(
-                    "the model's modes, its frozen layers or the optimizer's groups have changed since the last step; "
-                    "run a step, then save"
+                    "the model's modes or settings, its frozen layers or the optimizer's groups have changed since the "
+                    "last step; run a step, then save"
                 )
             same = [c for c in self._variants.values() if c.key == latest.key]
             programs = [c.program if c.late is None else c.late.whole.program for c in same]
@@ -350,7 +354,7 @@ class TrainStep:
     def _compile(self, batch: Any) -> Compiled:
         refuse_autocast("compiled")
         self.flush()
-        with keep_random_state(), torch.inference_mode(False):
+        with COMPILING, keep_random_state(), torch.inference_mode(False):
             compiled = self._recompile(self, batch)
         self.compilations += 1
         return self.adopt(compiled)
@@ -380,10 +384,21 @@ class TrainStep:
             return self._compile(batch), tensors
         if compiled.snapshot is None or not compiled.snapshot.holds():
             compiled.snapshot = None
-            if self._key_of(self, compiled.plan) != compiled.key:
+            if self._key_of(self, compiled.plan) != compiled.key or self._say_changes(compiled.reads.changes()):
                 return self._compile(batch), tensors
         self._variants.move_to_end(shapes)
         return compiled, tensors
+
+    def _say_changes(self, changes: list[str]) -> bool:
+        """Warns of Python values that a program was made from and that are others now; whether there are any."""
+        if changes:
+            more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
+            warnings.warn(
+                f"the step is compiled again: {'; '.join(changes[:3])}{more}. Where a number changes often, make it a "
+                "tensor, which a step reads every time: weight = torch.tensor(0.1), then weight.fill_(0.2)",
+                stacklevel=2,
+            )
+        return bool(changes)
 
     def _checked(self, batch: Any) -> tuple[list[torch.Tensor], list[str]]:
         """The tensors of a batch that has the structure, dtypes and device of the compiled ones, and their names."""
@@ -418,7 +433,7 @@ class TrainStep:
                     "learns there would be lost; leave the block first"
                 )
             again = self._again
-            found = None if again is None else again(batch, named)
+            found = None if again is None or not again.compiled.reads.same_names() else again(batch, named)
             if again is None or found is None:
                 result = self._long_way(batch, named)
             else:
@@ -638,7 +653,7 @@ class TrainStep:
         counters.write(bound.values, static.alike)
         if compiled.snapshot is None:
             roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, compiled.hypers)
+            compiled.snapshot = Snapshot(roots, self.optimizer, compiled.plan, compiled.hypers, compiled.reads)
         own.after_step(program.slots, program.captured.parameters, static.replayed)
 
     def _repeatable(self, compiled: Compiled, static: StaticStep) -> Replay | None:

@@ -6,16 +6,17 @@ Looks at identities, addresses and strides alone. Where it says no, the slow and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import itemgetter
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..capture.reads import Reads
 from ..training.optimizer_plan import OptimizerPlan
 from .record import Subjects, record
 
-TRAINING = itemgetter("training")
+TRAINING = methodcaller("get", "training")  # those of TorchScript keep it elsewhere
 PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
@@ -23,6 +24,7 @@ class Snapshot:
     """Modules, parameters, buffers and optimizer state as they were.
 
     hypers: what of the optimizer's groups a step reads every time, so that it may change.
+    reads: Python values that the program was made from.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class Snapshot:
         optimizer: torch.optim.Optimizer,
         plan: OptimizerPlan,
         hypers: Iterable[str],
+        reads: Reads | None = None,
     ):
-        modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        self.reads = reads = reads or Reads()
+        modules = list(dict.fromkeys([*(m for root in roots for m in root.modules()), *reads.modules.values()]))
         self.optimizer, self.plan = optimizer, plan
         self.state, self.param_groups = optimizer.state, optimizer.param_groups
         self.attributes = [m.__dict__ for m in modules]
@@ -48,7 +52,7 @@ class Snapshot:
             [t for table in found for t in table.values() if isinstance(t, torch.Tensor)]
             for found in (tables, states[1:])
         )
-        tensors = list({id(t): t for t in own + held}.values())
+        tensors = list({id(t): t for t in own + held + reads.tensors}.values())
         #: in one dimension or none a tensor can hardly lie otherwise at the same address
         laid, placed = [t for t in tensors if t.dim() > 1], [t for t in tensors if t.dim() < 2]
         lists = [self.param_groups, *(group["params"] for group in self.param_groups)]
@@ -87,6 +91,7 @@ class Snapshot:
             or self.optimizer.param_groups is not self.param_groups
             or not self.tensors.same()
             or not (self.untouched.same() or self.same_tables())
+            or not self.reads.same_names()
         ):
             return False
         if self.fixed and self.untouched_groups.same():
@@ -110,6 +115,8 @@ class Snapshot:
     def same_tables(self) -> bool:
         """Whether all tables have the members they had."""
         if not self.tables.same() or list(map(TRAINING, self.attributes)) != self.training:
+            return False
+        if not self.reads.same_settings():
             return False
         self.untouched.keep()
         return True

@@ -143,8 +143,8 @@ class _Cut:
                 chosen.update((min(self.behind(v), key=lambda b: b.type.bytes), None) for v in values)
         order = {v: i for i, v in enumerate([*self.block.arguments, *(r for op in self.block for r in op.results)])}
         for number, value in enumerate(sorted(chosen, key=order.__getitem__)):
-            where = "" if value.op is None else value.op.loc.layer
-            name = f"kept {number}" + (f" of {where}" if where else "")
+            made, where = ("", "") if value.op is None else (value.op.name.removeprefix("step."), value.op.loc.layer)
+            name = f"{made or 'value'} {number}" + (f" of {where}" if where else "")
             self.kept[value] = Slot(KEPT, name, (KEPT, number), value.type)
 
     def behind(self, value: Value) -> list[Value]:
