@@ -193,7 +193,7 @@ class Importer:
                 return self.in_place(node, target, packet, args, kwargs)
             return self.functional(node, target, packet, args, kwargs)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise CaptureError(f"{target} {self.b.loc.words}: {error}") from error
+            raise CaptureError(f"{target}{self.b.loc.words}: {error}") from error
 
     def functional(self, node: fx.Node, target: Any, packet: str, args: Any, kwargs: Any) -> Any:
         values = self.read(args)
@@ -417,7 +417,7 @@ class Importer:
             return target(*args, **kwargs)
         func = "vmap" in name or "functorch" in name
         instead = "; write out what torch.func (vmap, grad) does with ordinary batched operations" if func else ""
-        raise CaptureError(f"{name} {self.b.loc.words} cannot be part of a static program{instead}")
+        raise CaptureError(f"{name}{self.b.loc.words} cannot be part of a static program{instead}")
 
     # ---- where it comes from -----------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class Location:
 
     @property
     def words(self) -> str:
-        """`in layer head at train.py:7`, or as much of it as is known."""
-        return f"in layer {self}" if self.layer else f"at {self}"
+        """` in layer head at train.py:7`, or as much of it as is known."""
+        return f" in layer {self}" if self.layer else f" at {self}" if self.file else ""
 
 
 UNKNOWN = Location()
