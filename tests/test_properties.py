@@ -204,7 +204,7 @@ for name in sys.argv[1:]:
 """
 
 
-DETERMINISTIC = ("unet", "in-place")
+DETERMINISTIC = ("unet",)
 
 
 @pytest.mark.slow

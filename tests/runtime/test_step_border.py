@@ -310,7 +310,7 @@ width = 48
 model = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(width, width), nn.Tanh())])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 x = torch.randn(8, width)
-step = ws.compile(model, lambda m, x: m(x).pow(2).mean(), optimizer, (x,))
+step = ws.compile(model, lambda m, x: m(x).pow(2).mean(), optimizer, (x,), tune=False)
 step(x)
 
 def fingerprint():
@@ -321,7 +321,7 @@ def fingerprint():
 torch.manual_seed(0)
 twin = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(width, width), nn.Tanh())])
 twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
-twin_step = ws.compile(twin, lambda m, x: m(x).pow(2).mean(), twin_optimizer, (x,))
+twin_step = ws.compile(twin, lambda m, x: m(x).pow(2).mean(), twin_optimizer, (x,), tune=False)
 borders = {}
 
 def border(count):
