@@ -21,10 +21,10 @@ SAME_TORCH = torch.__version__.partition("+")[0] == VERSION
 
 
 def chosen(number: int, name: str) -> bool:
-    """Every third op that rules cover runs with every change, every tenth of the others; WHOLESTEP_OPINFO=all: all."""
+    """Every fifth op that rules cover runs with every change, every tenth of the others; WHOLESTEP_OPINFO=all: all."""
     if os.environ.get("WHOLESTEP_OPINFO") == "all" or ALL_SAMPLES:
         return True
-    return number % (3 if " | by rule | " in ROWS.get(name, "") else 10) == 0
+    return number % (5 if " | by rule | " in ROWS.get(name, "") else 10) == 0
 
 
 CHOSEN = [name for number, name in enumerate(DATABASE) if chosen(number, name)]

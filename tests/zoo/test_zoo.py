@@ -35,7 +35,6 @@ CORE = [
     "mixtral",
     "deepseek-v3",
     "mamba",
-    "rwkv",
     "lstm",
     "dlrm",
     "wavenet",
