@@ -164,7 +164,8 @@ def compile(
         CPUs), "inductor" (PyTorch's compiler; only where it is named), or one that was registered. ["aten"] alone is
         PyTorch, op by op. By default all of them; `WHOLESTEP_PROVIDERS=aten,...` in the environment changes that.
     tune: times competing kernels and layouts on this machine, once: the results are kept (`wholestep cache`). "max"
-        also tries matrix products as one kernel with what comes before or after them, which takes long to build.
+        also tries matrix products as one kernel with what comes before or after them, which takes long to build, and
+        waits for "inductor", which has a minute otherwise.
     recipe: transformations to apply, as an earlier `step.recipe` lists them. force, forbid: keys or patterns of
         `step.opportunities()`, such as "recompute */gelu#*", that must or must not be applied.
     policy: the name of a policy that was registered: it picks among what can still be done, up to `level`

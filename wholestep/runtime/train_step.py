@@ -395,7 +395,8 @@ class TrainStep:
             more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
             warnings.warn(
                 f"the step is compiled again: {'; '.join(changes[:3])}{more}. Where a number changes often, make it a "
-                "tensor, which a step reads every time: weight = torch.tensor(0.1), then weight.fill_(0.2)",
+                "tensor on the model's device, which a step reads every time: weight = torch.tensor(0.1, device=...), "
+                "then weight.fill_(0.2)",
                 stacklevel=2,
             )
         return bool(changes)

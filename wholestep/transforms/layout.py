@@ -178,12 +178,12 @@ class Decision:
             self.follow(op, decided[:1], self.orders[decided[0]])
             return
         orders = next((self.orders[v] for v in decided), None)
-        rows = name in ROWS_FROM_ANY and not (orders is not None and follows(op, len(orders[0])))
-        if rows or issubclass(op.definition, Reduction) or not op.operands:
+        follow = orders is not None and follows(op, len(orders[0]))
+        if (name in ROWS_FROM_ANY and not follow) or issubclass(op.definition, Reduction) or not op.operands:
             for result in op.results:
                 self.enter(result, self.new_node(), None, pin=True)
             return
-        if decided and orders is not None and follows(op, len(orders[0])) and self.fits(op, orders):
+        if orders is not None and follow and self.fits(op, orders):
             self.follow(op, decided, orders)
             return
         for value in decided:
