@@ -24,6 +24,7 @@ from .capture.capture import capture, named_state
 from .capture.reads import all_settings, names_read
 from .capture.slots import Slot
 from .capture.structure import flatten
+from .cost import note_bound
 from .dialects.strides import is_dense
 from .errors import InputError
 from .ir.collector import collector_paused
@@ -263,6 +264,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     program = build_step(captured, plan, options)
     built_at = clock()
     run_pipeline(program.module, PIPELINE)
+    note_bound(program.function)  # of the step as it is now: nothing that is done to it later changes what it must move
     policy = whatever(FIRST) if options.level and (fuses or device.type == "cuda") else do_nothing
     layouts, layout_clock = timing_of(step, program, device, policy is not do_nothing)
     with timed_by(layouts):

@@ -1,4 +1,4 @@
-"""Regions in the ledger: heavy ops inside of them are part of the bound, and look-ups read the rows they ask for."""
+"""Regions in the ledger: they move less for the same bound, and look-ups read the rows they ask for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fused_language() -> Movement:
 
 def test_fusion_changes_what_moves_and_not_the_bound() -> None:
     plain, fused = moved(language_step()), fused_language()
-    assert any(k.name == "fused" and k.anchor for k in fused.ledger.kernels)
+    assert any(k.name == "fused" for k in fused.ledger.kernels)
     assert fused.ledger.total < plain.ledger.total
     assert fused.bound == plain.bound
     assert fused.ratio > 1

@@ -668,6 +668,8 @@ def test_operators_with_text_arguments_are_known_by_name():
         (put("text", value=["module"]), "damaged"),
         (put("text", value="module"), "no list of lines"),
         (put("text", value=[]), "no function"),
+        (sub(r"step\.bound = \[", "step.bound = [-"), "no bound of what a step moves"),
+        (sub(r"step\.bound = \[", "step.bound = [1 : i64, "), "no bound of what a step moves"),
         (put("opaque", value={"x": "y"}), "opaque counts"),
         (lambda c: c["programs"][0].pop("text"), "a program has the entries"),
         (lambda c: c.update(programs=[]), "no list of programs"),

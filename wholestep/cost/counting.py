@@ -1,12 +1,11 @@
 """The ledger of a plan: every operator that its launches run is counted, with the cause of each byte.
 
-The cause is what the tensor is: an argument's by its kind, a new value's by the phases that make and read it. The fused
-bound's bytes are noted beside it, from the operands and results of the heavy ops alone.
+The cause is what the tensor is: an argument's by its kind, a new value's by the phases that make and read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..dialects.step.attention import AttentionLike
 from ..dialects.step.base import StepOp
@@ -17,9 +16,8 @@ from ..ir.builtin import functions as functions_of
 from ..ir.core import Op
 from ..plan.plan import Launch, Plan, aligned
 from ..plan.planner import Planned, argument_words
-from ..transforms.regions import base
-from .accesses import ROWS, Call, Frame
-from .ledger import AFTER, ANCHORS, BEFORE, KIND_CAUSES, Buffer, Kernel, Ledger, Move
+from .accesses import Call, Frame
+from .ledger import AFTER, BEFORE, KIND_CAUSES, Buffer, Kernel, Ledger, Move
 
 COPY = "copy into place"
 GATHERINGS = {
@@ -44,7 +42,7 @@ def make_ledger(planned: Planned) -> Ledger:
     }
     roles = roles_of(planned, kinds, hints)
     writer.launches(planned, Frame(planned), roles, writer.buffers_of(plan, kinds, roles))
-    return Ledger(writer.kernels, writer.buffers, state_of(plan, kinds), writer.lasting)
+    return Ledger(writer.kernels, writer.buffers, writer.lasting)
 
 
 class Writer:
@@ -95,7 +93,7 @@ class Writer:
             kernel = Kernel(name, launch.phase or "other", op.loc, times)
             kernel.launches, kernel.launch, kernel.live = times * len(calls), at, self.lasting + used
             if launch.op >= 0:
-                describe(kernel, op, frame, launch, functions)
+                describe(kernel, op, functions)
             cast = launch.op >= 0 and is_float_cast(op)
             kernel.moves = moves(calls, index, roles, "casts" if cast else "")
             self.add(kernel, [index[n] for n in launch.writes if n >= 0])
@@ -159,46 +157,23 @@ def moves(calls: Iterable[Call], index: Sequence[int], roles: Sequence[str], cau
     ]
 
 
-def describe(kernel: Kernel, op: Op, frame: Frame, launch: Launch, functions: Mapping[str, Op]) -> None:
-    """What the op says of itself: its flops, whether it is a product, what the fused bound counts for it."""
+def describe(kernel: Kernel, op: Op, functions: Mapping[str, Op]) -> None:
+    """What the op says of itself: its flops, whether it is a product."""
     if issubclass(op.definition, StepOp):
         kernel.flops = op.definition.flops(op)
-        kernel.matrix = op.definition.precision == "low"
     kernel.element = (op.operands or op.results)[0].type.element.text
-    kernel.anchor = issubclass(op.definition, ANCHORS)
-    if kernel.anchor and not op.attributes.get("again"):
-        written = sum(frame.place(n).bytes for n in launch.writes if n >= 0)
-        reads = [frame.place(n).bytes for n in dict.fromkeys(launch.reads) if frame.plan.buffers[n].space != "host"]
-        kernel.least = at_least(op, reads, written)
-    inner = heavy_ops(op, functions)
-    if inner:
-        kernel.anchor = True
-        kernel.least = sum(least_inside(o) for o in inner)
-        matrix = [o for o in inner if issubclass(o.definition, StepOp) and o.definition.precision == "low"]
-        if matrix:
-            kernel.matrix, kernel.element = True, matrix[0].operands[0].type.element.text
+    product = next(products(op, functions), None)
+    if product is not None:
+        kernel.matrix, kernel.element = True, product.operands[0].type.element.text
 
 
-def at_least(op: Op, reads: list[int], written: int) -> int:
-    """What a heavy op reads and writes if it does so once: of a table only the rows that it is asked for."""
-    if op.name in ROWS:
-        reads = [min(reads[0], written), *reads[1:]]
-    return sum(reads) + written
-
-
-def heavy_ops(op: Op, functions: Mapping[str, Op]) -> list[Op]:
-    """The heavy ops inside of a region. What is computed a second time is no part of the bound."""
-    if op.definition is not Fused:
-        return []
-    body = functions[op.callee.name].regions[0].block
-    inner = [o for o in body if issubclass(o.definition, ANCHORS) and not o.attributes.get("again")]
-    return inner + [o for part in body for o in heavy_ops(part, functions)]
-
-
-def least_inside(op: Op) -> int:
-    """The same for an op that is one of several in a kernel, as if it ran alone: inputs count what lies in memory."""
-    reads = [min(v.type.bytes, base(v).type.bytes) for v in dict.fromkeys(op.operands)]
-    return at_least(op, reads, sum(r.type.bytes for r in op.results if r.uses))
+def products(op: Op, functions: Mapping[str, Op]) -> Iterator[Op]:
+    """Matrix products, convolutions and attention: the op itself, or those inside of a region."""
+    if op.definition is Fused:
+        for inner in functions[op.callee.name].regions[0].block:
+            yield from products(inner, functions)
+    elif issubclass(op.definition, StepOp) and op.definition.precision == "low":
+        yield op
 
 
 # ---- causes ----------------------------------------------------------------------------------------------------------
@@ -270,15 +245,3 @@ def role_by_phase(op: Op, result: int, readers: Iterable[str]) -> str:
     if op.phase in ("backward", "clip") and any(phase in ("clip", "update") and phase != op.phase for phase in readers):
         return "gradients"
     return "transients"
-
-
-def state_of(plan: Plan, kinds: Sequence[str]) -> tuple[int, int]:
-    """Bytes that the update must read and write, however it is done."""
-    read = written = 0
-    for result in plan.results:
-        if result.argument < 0 or plan.buffers[result.argument].space == "host":
-            continue
-        kind, size = kinds[result.argument], plan.buffers[result.argument].type.bytes
-        read += size if kind in ("parameter", "optimizer_state", "ema", "kept") else 0
-        written += size if kind in ("parameter", "optimizer_state", "ema", "copy", "kept") else 0
-    return read, written

@@ -10,10 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..dialects.step.attention import AttentionLike
-from ..dialects.step.contraction import Contract
-from ..dialects.step.convolution import ConvolutionLike
-from ..dialects.step.indexing import Embedding, EmbeddingGrad
 from ..ir.core import Location
 
 #: why bytes move
@@ -34,8 +30,6 @@ KIND_CAUSES = {
     "ema": "optimizer state", "scaler": "optimizer state", "hyper": "optimizer state", "fresh": "optimizer state",
     "kept": "gradients", "batch": "batch", "random_key": "batch", "constant": "workspace",
 }  # fmt: skip
-#: the ops of the fused bound
-ANCHORS = (Contract, ConvolutionLike, AttentionLike, Embedding, EmbeddingGrad)
 BEFORE, AFTER = ("forward", "loss"), ("backward", "clip", "update")
 PHASES = (*BEFORE, *AFTER)
 
@@ -79,9 +73,6 @@ class Kernel:
     element: str = ""
     #: a matrix product, convolution or attention, priced by the machine's rate for such
     matrix: bool = False
-    anchor: bool = False
-    #: of an anchor: bytes of its operands and results, each once
-    least: int = 0
     #: position in the plan, of the micro-batches' launch for what runs inside it
     launch: int = -1
     #: bytes of memory in use while it runs
@@ -100,8 +91,6 @@ class Ledger:
 
     kernels: list[Kernel]
     buffers: list[Buffer]
-    #: what the update must read and write, however it is done: (bytes read, bytes written)
-    state: tuple[int, int] = (0, 0)
     #: bytes of memory that are in use before, during and after the step: parameters, state, batch, fixed tensors
     lasting: int = 0
 

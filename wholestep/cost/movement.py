@@ -13,7 +13,7 @@ from typing import Any
 from ..ir.core import Location
 from ..machine.description import Description
 from ..plan.planner import Planned
-from .bound import Bound, fused_bound
+from .bound import Bound, bound_of
 from .cache import Traffic, through_cache
 from .counting import make_ledger
 from .ledger import CAUSES, Ledger, group_of
@@ -128,7 +128,7 @@ class Movement:
 def movement_of(planned: Planned, machine: Description | None = None, note: str = "") -> Movement:
     """The data movement of a planned step, priced on a machine if one is given."""
     ledger = make_ledger(planned)
-    movement = Movement(ledger, fused_bound(ledger), planned, note=note)
+    movement = Movement(ledger, bound_of(planned.function), planned, note=note)
     if machine is not None:
         movement.price(machine)
     return movement

@@ -20,6 +20,7 @@ from ..capture.capture import OUTSIDE, Captured
 from ..capture.export import Interface
 from ..capture.slots import Slot
 from ..capture.structure import Leaf, Structure, from_plain, short, to_plain
+from ..cost.bound import NOTED, is_bound
 from ..dialects import context
 from ..dialects.step import ir_dtype, tensor_type, torch_dtype
 from ..dialects.step.opaque import opaque_problem
@@ -194,9 +195,12 @@ def program_text(lines: Any, entry: Any) -> tuple[Op, Op]:
     check_operators(module, "")
     check_calls(module)
     try:
-        return module, lookup(module, entry)
+        function = lookup(module, entry)
     except (KeyError, TypeError):
         raise SavedStepError(f"the program has no function {short(entry)}") from None
+    noted = function.attributes.get(NOTED)
+    need(noted is None or is_bound(noted), f"{short(noted)} is no bound of what a step moves")
+    return module, function
 
 
 def values_of(module: Op) -> Iterator[Value]:
