@@ -38,6 +38,8 @@ from .cudnn import library as cudnn_library
 from .cudnn import ways as cudnn_ways
 from .kernels import Spec
 from .made_up import looks_up_what_it_computes, neutral_inputs
+from .wgmma import library as wgmma_library
+from .wgmma import ways as wgmma_ways
 
 #: what a built kernel is: it is called with the tensors of a region, its results and its scratch memory
 Launcher = Callable[..., Any]
@@ -448,6 +450,31 @@ class Triton(Generator):
 
     def claims(self, region: Region) -> str:
         return super().claims(region) if importlib.util.find_spec("triton") else "the package triton is not installed"
+
+
+@register_provider
+class Wgmma(Provider):
+    """Matrix products that we generate for Hopper GPUs in CUDA C++, with what follows them inside."""
+
+    name, devices, below = "wgmma", ("cuda",), "triton"
+    alone = ("step.contract",)
+
+    @cached_property
+    def version(self) -> str:  # type: ignore[override]
+        here = Path(wgmma_ways.__file__).parent
+        files = [*here.glob("*.py"), *here.glob("*.cu"), here.parent / "triton" / "contraction.py"]
+        return f"{version_of(sorted(files))} {wgmma_library.version()}"
+
+    def claims(self, region: Region) -> str:
+        return wgmma_ways.why_not(region)
+
+    def offers(self, region: Region) -> list[Offer]:
+        found = wgmma_ways.ways(region)
+        return [Offer(w.name, f"wgmma {region.key} {w.name}", w.product.scratch, w) for w in found]
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        built = wgmma_ways.build([o.made for o in offers], report)
+        return {o.key: made for o, made in zip(offers, built, strict=True)}
 
 
 @register_provider

@@ -1,0 +1,120 @@
+"""What `wholestep/backends/wgmma` generates, run on a CPU: the same functions around sums that torch has computed.
+
+It walks tiles as `product.cu` does, without tensor cores: rows of 128 with one partial sum each, columns in pairs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from wholestep.backends.wgmma.products import ROWS, Matrix, Product, Vector
+
+PRELUDE = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16;
+struct Args { const void* vec[NVEC + 1]; float* part[NSUM + 1]; void* end[NEND + 1]; int m, n, k; };
+static inline float as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
+static inline float bf16_low(u32 p) { return as_float(p << 16); }
+static inline float bf16_high(u32 p) { return as_float(p & 0xFFFF0000u); }
+static inline u32 bf16_of(float x) {
+    u32 b; std::memcpy(&b, &x, 4);
+    return x != x ? 0x7FC0 : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+static inline u32 bf16_pair(float a, float b) { return bf16_of(a) | bf16_of(b) << 16; }
+static inline float f16_low(u32 p) { _Float16 h; u16 b = (u16)p; std::memcpy(&h, &b, 2); return (float)h; }
+static inline float f16_high(u32 p) { return f16_low(p >> 16); }
+static inline u32 f16_of(float x) { _Float16 h = (_Float16)x; u16 b; std::memcpy(&b, &h, 2); return b; }
+static inline u32 f16_pair(float a, float b) { return f16_of(a) | f16_of(b) << 16; }
+static inline float exp2_(float x) { return exp2f(x); }
+static inline float reciprocal_(float x) { return 1.0f / x; }
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+"""
+
+WALK = r"""
+extern "C" void run(
+    const float* sums, Args* given, u16** in, const long* in_strides, u16** out, const long* out_strides) {
+    Args& args = *given;
+    const int rows = (args.m + 127) / 128;
+    for (int y = 0; y < args.m; ++y)
+        for (int x = 0; x < args.n; x += 2) {
+            float known[NVEC + 1][4], made[2][NOUT + 1], sum[2][NSUM + 1];
+            u32 read[NIN + 1][4], written[NOUT + 1][4];
+            vectors(args, x, known, 0);
+            for (int i = 0; i < NIN; ++i)
+                read[i][0] = in[i][y * in_strides[i] + x] | (u32)in[i][y * in_strides[i] + x + 1] << 16;
+            for (int e = 0; e < 2; ++e) {
+                float v[PARTS], own[NIN + 1], b[NVEC + 1];
+                for (int p = 0; p < PARTS; ++p) v[p] = sums[((long)p * args.m + y) * args.n + x + e];
+                unpack(read, 0, e, own);
+                for (int i = 0; i < NVEC; ++i) b[i] = known[i][e];
+                around(v, own, b, made[e], sum[e]);
+                for (int i = 0; i < NSUM; ++i) {
+                    float& to = args.part[i][(y / 128) * args.n + x + e];
+                    to = y % 128 ? to + sum[e][i] : sum[e][i];
+                }
+            }
+            pack(made[0], made[1], written, 0);
+            for (int i = 0; i < NOUT; ++i) {
+                out[i][y * out_strides[i] + x] = (u16)written[i][0];
+                out[i][y * out_strides[i] + x + 1] = (u16)(written[i][0] >> 16);
+            }
+        }
+    for (int x = 0; x < args.n; ++x) {
+        float s[NSUM + 1] = {};
+        for (int i = 0; i < NSUM; ++i)
+            for (int r = 0; r < rows; ++r) s[i] += args.part[i][(long)r * args.n + x];
+        ending(args, x, s);
+    }
+}
+"""
+
+
+def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None:
+    """Runs a product on tensors of a CPU: operands and results of its region."""
+    text = product.source(product.shape()).partition("// ---- what follows the product")  # type: ignore[arg-type]
+    given = "".join(line for line in text[0].splitlines(True) if line.startswith("#define N") or "PARTS " in line)
+    functions = text[0][text[0].index("__device__ __forceinline__ float bf16_rounded") :]
+    functions = "".join(own for own in split(functions) if "asm(" not in own)
+    source, made = folder / "host.cpp", folder / "host.so"
+    source.write_text(given + PRELUDE + functions + product.generated + WALK)
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
+
+    def pointer(own: Matrix | Vector) -> int:
+        place = product.places[own.argument]
+        whole = tensors[place.argument]
+        return whole.data_ptr() + (place.begin + own.begin) * whole.element_size()
+
+    def matrix(own: Matrix) -> torch.Tensor:
+        whole = tensors[own.argument]
+        return whole.as_strided((own.rows, own.columns), (own.stride, 1), whole.storage_offset() + own.begin).float()
+
+    left = matrix(product.a).T if product.along_a else matrix(product.a)
+    right = matrix(product.b) if product.along_b else matrix(product.b).T
+    sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
+    partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]
+    vec = [*map(pointer, product.vectors), 0]
+    end = [*map(pointer, product.ends), 0]
+    words = (ctypes.c_uint64 * 64)(*vec, *(p.data_ptr() for p in (*partial,)), 0, *end)
+    at = len(vec) + len(partial) + 1 + len(end)
+    sizes = (ctypes.c_int32 * 2).from_buffer(words, 8 * at)
+    sizes[0], sizes[1] = product.m, product.n
+    tables = []
+    for own in (product.reads, product.writes):
+        tables.append((ctypes.c_uint64 * (len(own) + 1))(*map(pointer, own), 0))
+        tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
+    ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables)
+
+
+def split(text: str) -> list[str]:
+    """The functions of a source, one by one."""
+    return ["__device__" + own for own in text.split("__device__")[1:]]

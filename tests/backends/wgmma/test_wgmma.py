@@ -1,0 +1,269 @@
+"""Products for Hopper GPUs: what is seen as one, what is generated around it, and on such a GPU the kernels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.wgmma import host
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Region, op_by_op, providers_for
+from wholestep.backends.triton.scalars import NoText
+from wholestep.backends.wgmma import ways
+from wholestep.backends.wgmma.products import SHARED, product_of
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.step.base import torch_dtype
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.types import BF16, F16, F32, ScalarType, TensorType
+
+Build = Callable[..., Any]
+CASES: dict[str, tuple[list[Any], Build]] = {}
+#: share of the largest value by which a result may differ
+TOLERANCE = {"bf16": 1e-2, "f16": 2e-3}
+M, N, K = 200, 136, 72
+
+
+def case(name: str, *inputs: Any) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
+        CASES[name] = (list(inputs), build)
+        return build
+
+    return add
+
+
+for spec, left, right in (
+    ("mk,nk->mn", (M, K), (N, K)),
+    ("mk,kn->mn", (M, K), (K, N)),
+    ("km,kn->mn", (K, M), (K, N)),
+    ("km,nk->mn", (K, M), (N, K)),
+    ("abk,nk->abn", (4, 50, K), (N, K)),
+):
+    case(spec, left, right)(lambda b, x, y, spec=spec: b.contract(x, y, spec=spec))
+
+
+@case("whole tiles", (256, 128), (256, 128), (256,))
+def _(b, x, w, bias):
+    return b.contract(x, w, bias, spec="mk,nk->mn")
+
+
+for kind in ("tanh", "none"):
+
+    @case(f"bias and gelu ({kind}), both kept", (2, 100, K), (N, K), (N,))
+    def _(b, x, w, bias, kind=kind):
+        y = b.contract(x, w, bias, spec="abk,nk->abn")
+        return [y, b.gelu(y, approximate=kind)]
+
+    @case(f"gelu' ({kind}) and sums of columns", (2, 100, K), (K, N), (2, 100, N))
+    def _(b, dy, w, pre, kind=kind):
+        d = b.gelu_grad(b.contract(dy, w, spec="abk,kn->abn"), pre, approximate=kind)
+        return [d, b.mul(b.sum(b.cast(d, dtype=F32), dims=(0, 1)), 0.5)]
+
+    @case(f"gelu' ({kind}), gelu again and sums of columns", (M, K), (K, N), (M, N))
+    def _(b, dy, w, pre, kind=kind):
+        d = b.gelu_grad(b.contract(dy, w, spec="mk,kn->mn"), pre, approximate=kind)
+        bias = b.cast(b.sum(b.cast(d, dtype=F32), dims=(0,)), dtype=pre.type.element)
+        return [d, b.gelu(pre, approximate=kind), bias]
+
+
+@case("gradients of a gated layer", (M, K), (K, N), (M, N), (M, N))
+def _(b, dy, w, gate, up):
+    d = b.contract(dy, w, spec="mk,kn->mn")
+    s = b.silu(gate)
+    return [b.silu_grad(b.mul(d, up), gate), b.mul(d, s), b.mul(s, up)]
+
+
+@case("a gated layer, columns apart", (M, K), (2 * N, K))
+def _(b, x, w):
+    y = b.contract(x, w, spec="mk,nk->mn")
+    gate, up = (b.slice(y, dim=1, start=i * N, end=(i + 1) * N) for i in (0, 1))
+    return b.mul(b.silu(gate), up)
+
+
+@case("a gated layer, columns apart, its product kept", (M, K), (2 * N, K))
+def _(b, x, w):
+    y = b.contract(x, w, spec="mk,nk->mn")
+    gate, up = (b.slice(y, dim=1, start=i * N, end=(i + 1) * N) for i in (0, 1))
+    return [y, b.mul(b.silu(gate), up)]
+
+
+@case("numbers, vectors and conditions", (M, K), (N, K), ((N,), F32), ((), F32), (M, N))
+def _(b, x, w, scale, number, r):
+    y = b.mul(b.mul(b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32), scale), number)
+    kept = b.select(b.lt(y, 0.25), b.cast(r, dtype=F32), b.maximum(b.exp(b.neg(b.abs(y))), b.tanh(y)))
+    return b.cast(kept, dtype=x.type.element)
+
+
+def types_of(inputs: Sequence[Any], element: ScalarType) -> list[TensorType]:
+    pairs = [(i[0], i[1]) if i[1:] == (F32,) else (i, element) for i in inputs]
+    return [TensorType(shape, kind) for shape, kind in pairs]
+
+
+def region_of(types: Sequence[TensorType], build: Build, device: str = "cpu") -> Region:
+    function = add_function(module(), "k", list(types))
+    made = build(StepBuilder(function.regions[0].block), *function.regions[0].block.arguments)
+    results = made if isinstance(made, list) else [made]
+    finish_function(function, results)
+    specs = [spec_of(t) for t in types]
+    return Region(function, None, tuple(specs), tuple(spec_of(r.type) for r in results), torch.device(device))
+
+
+def spec_of(type: TensorType) -> Spec:
+    strides, at = [], 1
+    for n in reversed(type.shape):
+        strides.insert(0, at)
+        at *= n
+    return Spec(type.shape, tuple(strides), torch_dtype(type.element))
+
+
+def tensors_of(region: Region, device: str = "cpu") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    given = [torch.randn(s.shape).to(device, s.dtype) for s in region.operands]
+    return given + [torch.full(s.shape, float("nan"), dtype=s.dtype, device=device) for s in region.results]
+
+
+def assert_right(region: Region, tensors: Sequence[torch.Tensor], element: str) -> None:
+    """Against the ops by ATen, in f64 but for casts that the region has."""
+    inputs, made = tensors[: len(region.operands)], tensors[len(region.operands) :]
+    device = torch.device("cpu")
+    wanted = op_by_op(replace(region, device=device))(*(t.cpu().double() for t in inputs))
+    for got, want in zip(made, wanted, strict=True):
+        error = ((got.cpu().double() - want.double()).abs().max() / want.double().abs().max()).item()
+        assert error <= TOLERANCE[element], error
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_generated_is_right(name: str, tmp_path: Path) -> None:
+    region = region_of(types_of(CASES[name][0], BF16), CASES[name][1])
+    tensors = tensors_of(region)
+    host.run(product_of(region), tensors, tmp_path)
+    assert_right(region, tensors, "bf16")
+
+
+def test_in_f16(tmp_path: Path) -> None:
+    region = region_of(
+        types_of(CASES["bias and gelu (none), both kept"][0], F16), CASES["bias and gelu (none), both kept"][1]
+    )
+    tensors = tensors_of(region)
+    host.run(product_of(region), tensors, tmp_path)
+    assert_right(region, tensors, "f16")
+
+
+REFUSED = {
+    "no 16-bit numbers": ([((M, K), F32), ((N, K), F32)], lambda b, x, w: b.contract(x, w, spec="mk,nk->mn")),
+    "do not begin at multiples of 16 bytes": ([(M, 70), (N, 70)], lambda b, x, w: b.contract(x, w, spec="mk,nk->mn")),
+    "computed on the way": ([(M, K), (N, K)], lambda b, x, w: b.contract(b.exp(x), w, spec="mk,nk->mn")),
+    "no matrices": ([(2, M, K), (2, N, K)], lambda b, x, w: b.contract(x, w, spec="bmk,bnk->bmn")),
+    "other sums": ([(M, K), (N, K)], lambda b, x, w: rows_summed(b, b.contract(x, w, spec="mk,nk->mn"))),
+    "holds no 16-bit": ([(M, K), (N, K)], lambda b, x, w: b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32)),
+    "is no product": ([(M, K)], lambda b, x: b.exp(x)),
+}  # fmt: skip
+
+
+def rows_summed(b: StepBuilder, y: Any) -> list[Any]:
+    return [y, b.sum(b.cast(y, dtype=F32), dims=(1,))]
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_refused_says_why(why: str) -> None:
+    inputs, build = REFUSED[why]
+    with pytest.raises(NoText, match=why):
+        product_of(region_of(types_of(inputs, BF16), build))
+
+
+def test_sizes_are_no_part_of_a_kernel() -> None:
+    build = CASES["mk,nk->mn"][1]
+    one, other = (
+        product_of(region_of([TensorType(s, BF16) for s in sizes], build))
+        for sizes in (((256, 64), (128, 64)), ((512, 128), (256, 128)))
+    )
+    assert one.source(one.shape()) == other.source(other.shape())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_fits_into_shared_memory(name: str) -> None:
+    product = product_of(region_of(types_of(CASES[name][0], BF16), CASES[name][1]))
+    shape = product.shape()
+    assert product.bytes(shape) <= SHARED
+    assert shape.stages >= 3
+
+
+def test_it_competes_where_triton_does() -> None:
+    names = [p.name for p in providers_for(torch.device("cuda"), ["aten", "triton"])]
+    assert "wgmma" in names
+    assert "wgmma" not in [p.name for p in providers_for(torch.device("cuda"), ["triton"])]
+    assert "wgmma" not in [p.name for p in providers_for(torch.device("cpu"), None)]
+
+
+COMPILED = [
+    "bias and gelu (none), both kept",
+    "gelu' (tanh), gelu again and sums of columns",
+    "gradients of a gated layer",
+    "a gated layer, columns apart, its product kept",
+    "km,kn->mn",
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: kernels are not compiled here")
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    product = product_of(region_of(types_of(CASES[name][0], BF16), CASES[name][1]))
+    source = tmp_path / "product.cu"
+    source.write_text(product.source(product.shape()))
+    command = [
+        "nvcc",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-o",
+        "made.cubin",
+        source.name,
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("0 bytes spill stores") == 2, done.stderr
+
+
+# ---- on a Hopper GPU -------------------------------------------------------------------------------------------------
+
+HERE = pytest.mark.skipif(bool(ways.why_absent()), reason=ways.why_absent() or "-")
+
+
+@HERE
+@pytest.mark.parametrize("element", ["bf16", "f16"])
+@pytest.mark.parametrize("name", CASES)
+def test_natively(name: str, element: str) -> None:
+    region = region_of(types_of(CASES[name][0], ScalarType(element)), CASES[name][1], "cuda")
+    launch_all(region, element)
+
+
+@HERE
+@pytest.mark.parametrize("name", ["a gated layer, columns apart", "gelu' (tanh), gelu again and sums of columns"])
+@pytest.mark.parametrize("sizes", [(128, 128, 64), (1, 8, 8), (129, 8, 1000), (4096, 768, 264), (2000, 2056, 520)])
+def test_sizes_natively(name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for letter, size in zip("MNK", sizes, strict=True):
+        monkeypatch.setitem(globals(), letter, size)
+    m, n, k = sizes
+    shapes = [(m, k), (2 * n, k)] if "gated" in name else [(m, k), (k, n), (m, n)]
+    launch_all(region_of([TensorType(s, BF16) for s in shapes], CASES[name][1], "cuda"), "bf16")
+
+
+def launch_all(region: Region, element: str) -> None:
+    for way in ways.ways(region):
+        (launch,) = ways.build([way])
+        if isinstance(launch, Exception):
+            raise launch
+        tensors = tensors_of(region, "cuda")
+        scratch = [torch.full(s.shape, float("nan"), dtype=s.dtype, device="cuda") for s in way.product.scratch]
+        for _ in range(2):
+            for tensor in (*tensors[len(region.operands) :], *scratch):
+                tensor.fill_(float("nan"))
+            launch(*tensors, *scratch)
+            assert_right(region, tensors, element)

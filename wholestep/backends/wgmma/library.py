@@ -1,0 +1,157 @@
+"""NVIDIA's run-time compiler and driver, by their C interfaces: from CUDA C++ to kernels that are launched.
+
+The compiler comes with PyTorch. What it made is kept by its content (`store.py`), as other compiled objects are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from ..store import Objects, usable_folder
+
+ARCHITECTURE = b"--gpu-architecture=sm_90a"
+OPTIONS = (ARCHITECTURE, b"--std=c++17", b"-default-device")
+#: of the driver's header: the attribute of a kernel for more shared memory, types and modes of a tensor map
+MORE_SHARED = 8
+ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}
+SWIZZLE_128, PROMOTE_256 = 3, 3
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused; the message is theirs."""
+
+
+@functools.cache
+def compiler() -> ctypes.CDLL | None:
+    """None where this PyTorch has no such compiler."""
+    if torch.version.cuda is None:
+        return None
+    major = torch.version.cuda.partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{major}")
+    except OSError:
+        return None
+
+
+@functools.cache
+def driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def version() -> str:
+    library = compiler()
+    if library is None:
+        return ""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def call(name: str, *arguments: object) -> None:
+    library = driver()
+    assert library is not None
+    status = getattr(library, name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(status, ctypes.byref(text))
+        raise CudaError(f"{name} says {(text.value or b'').decode() or status}")
+
+
+@functools.cache
+def kept() -> Objects:
+    return Objects(usable_folder())
+
+
+def compiled(source: str) -> bytes:
+    """The machine code of a source, from before or made now."""
+    digest = hashlib.sha256(f"{version()} {OPTIONS}\n{source}".encode()).hexdigest()
+    objects = kept()
+    found = objects.read("cubin", digest)
+    if found is None:
+        found = compile_now(source)
+        objects.write("cubin", digest, found)
+    return found
+
+
+def compile_now(source: str) -> bytes:
+    library = compiler()
+    if library is None:
+        raise CudaError("NVIDIA's run-time compiler is not part of this PyTorch")
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"product.cu", 0, None, None):
+        raise CudaError("the compiler does not take the source")
+    try:
+        if library.nvrtcCompileProgram(program, len(OPTIONS), (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)):
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            said = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, said)
+            lines = said.value.decode(errors="replace").splitlines()
+            raise CudaError(next((line for line in lines if "error" in line), "the compiler failed"))
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        made = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, made)
+        return made.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernels:
+    """The functions of one source, loaded on the current device."""
+
+    def __init__(self, source: str):
+        self.module, self.code = ctypes.c_void_p(), compiled(source)
+        call("cuModuleLoadData", ctypes.byref(self.module), self.code)
+
+    def function(self, name: str, shared: int = 0) -> ctypes.c_void_p:
+        """A kernel that may have so many bytes of shared memory."""
+        found = ctypes.c_void_p()
+        call("cuModuleGetFunction", ctypes.byref(found), self.module, name.encode())
+        if shared:
+            call("cuFuncSetAttribute", found, MORE_SHARED, shared)
+        return found
+
+
+@functools.cache
+def kernels_of(source: str, device: int) -> Kernels:
+    """Loaded once per device; they stay as long as the process."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # (PyTorch's context is then the current one)
+        return Kernels(source)
+
+
+def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, stream: int, arguments: int) -> None:
+    """Launches with one struct of arguments that lies at an address."""
+    given = (ctypes.c_void_p * 1)(arguments)
+    call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, ctypes.c_void_p(stream), given, None)
+
+
+def tensor_map(pointer: int, dtype: torch.dtype, sizes: tuple[int, int], stride: int, box: Sequence[int]) -> bytes:
+    """How tiles of a matrix are copied: its rows and columns, elements from row to row, columns and rows of a tile."""
+    rows, columns = sizes
+    room = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
+    at = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    call(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(at),
+        ELEMENTS[dtype],
+        2,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(stride * dtype.itemsize),
+        (ctypes.c_uint32 * 2)(*box),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        SWIZZLE_128,
+        PROMOTE_256,
+        0,
+    )
+    return ctypes.string_at(at, MAP_BYTES)

@@ -1,0 +1,385 @@
+// A matrix product of 16-bit numbers on a Hopper GPU, with what is done to its tiles of sums inside.
+//
+// A block of three warpgroups stays for many tiles. One thread of the third fetches factors ahead into a ring of stages;
+// the other two take turns: while one multiplies, the other computes what follows from its tile of sums, stores it and
+// adds up its columns. A tile is 128 rows by 128 columns; where the result is read at two places at once (PARTS == 2) it
+// is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
+// beside the product or in places of their own.
+//
+// What follows is generated: `around` for an element, `vectors` for what lies along columns, `ending` for finished sums.
+// Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
+// ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
+// tiles reach over the edge), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
+// something to read), FACTOR (the type of factors).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define BM 128
+#define BN 128
+#define BK 64
+#define WIDTH (BN / PARTS)
+#define PIECES (WIDTH / 64)
+#define STAGE (BM * BK * 2)
+#define SLOT (BM * 64 * 2)
+#define OWN (NOUT > NIN ? NOUT - NIN : 0)
+
+struct __align__(64) Map { u64 words[16]; };
+
+struct Args {
+    Map a, b, in[NIN + 1], out[NOUT + 1];
+    const void* vec[NVEC + 1];
+    float* part[NSUM + 1];
+    void* end[NEND + 1];
+    int m, n, k, group, begin[2];
+};
+
+// ---- numbers --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float as_float(u32 x) { return __uint_as_float(x); }
+__device__ __forceinline__ float bf16_low(u32 pair) { return as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float f16_low(u32 pair) {
+    float r;
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;}" : "=f"(r) : "r"(pair));
+    return r;
+}
+__device__ __forceinline__ float f16_high(u32 pair) { return f16_low(pair >> 16); }
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 f16_pair(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float bf16_rounded(float x) { return bf16_low(bf16_pair(x, x)); }
+__device__ __forceinline__ float f16_rounded(float x) { return f16_low(f16_pair(x, x)); }
+__device__ __forceinline__ float exp2_(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float reciprocal_(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float exp_(float x) { return exp2_(x * 1.4426950408889634f); }
+__device__ __forceinline__ float sigmoid_(float x) { return reciprocal_(1.0f + exp2_(x * -1.4426950408889634f)); }
+__device__ __forceinline__ float tanh_(float x) {
+    const float far = 1.0f - 2.0f * reciprocal_(exp2_(x * 2.8853900817779268f) + 1.0f);
+    return fabsf(x) < 0.03f ? x - x * x * x * 0.33333333f : far;
+}
+// Abramowitz and Stegun 7.1.26: wrong by up to 6e-7 in f32; `tail` is exp(-x * x)
+__device__ __forceinline__ float far_erf(float x, float tail) {
+    const float t = reciprocal_(1.0f + 0.3275911f * fabsf(x));
+    const float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    return copysignf(1.0f - p * tail, x);
+}
+__device__ __forceinline__ float erf_(float x) {
+    const float far = far_erf(x, exp_(-(x * x)));
+    return fabsf(x) < 0.05f ? x * (1.1283791670955126f - 0.37612638903183754f * x * x) : far;
+}
+__device__ __forceinline__ float erf_beside_one(float x) { return far_erf(x, exp_(-(x * x))); }
+__device__ __forceinline__ float tanh_beside_one(float x) {
+    return 1.0f - 2.0f * reciprocal_(exp2_(x * 2.8853900817779268f) + 1.0f);
+}
+__device__ __forceinline__ float larger(float a, float b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ float smaller(float a, float b) { return a != a || a < b ? a : b; }
+__device__ __forceinline__ float relu_(float x) { return x <= 0.0f ? 0.0f : x; }
+
+// ---- what follows the product ---------------------------------------------------------------------------------------
+
+//GENERATED
+
+// ---- barriers, copies, tensor cores ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ void make_barrier(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ __forceinline__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 bar, u32 phase) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, 0x989680;\n"
+        "@p bra done_%=;\nbra again_%=;\ndone_%=:\n}" ::"r"(bar),
+        "r"(phase)
+        : "memory");
+}
+__device__ __forceinline__ void fetch(u32 to, const Map* map, u32 bar, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(map), "r"(bar), "r"(x), "r"(y)
+        : "memory");
+}
+__device__ __forceinline__ void put(const Map* map, u32 from, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(x),
+                 "r"(y)
+                 : "memory");
+}
+__device__ __forceinline__ void sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void hand_over(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// a matrix in shared memory, rows of 128 bytes swizzled; `lead`: from one 64 of its rows or columns to the next
+__device__ __forceinline__ u64 matrix_at(u32 address, u32 lead) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+#define EIGHT(d, i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTOR "." FACTOR " "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"
+        "%61,%62,%63}, %64, %65, p, 1, 1, %67, %68;\n}"
+        : EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24), EIGHT(d, 32), EIGHT(d, 40), EIGHT(d, 48), EIGHT(d, 56)
+        : "l"(a), "l"(b), "r"(add), "n"(ALONG_A), "n"(ALONG_B));
+}
+__device__ __forceinline__ void settle(float (&d)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// half as many sums, each over twice as many rows
+template <int half>
+__device__ __forceinline__ void halve(float (&s)[16], int bit, int lane) {
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int w = 0; w < half; ++w) {
+        const float given = upper ? s[w] : s[w + half], own = upper ? s[w + half] : s[w];
+        s[w] = own + __shfl_xor_sync(0xFFFFFFFF, given, bit);
+    }
+}
+
+struct Places {
+    int rows, columns, tiles, group;
+    __device__ explicit Places(const Args& args)
+        : rows((args.m + BM - 1) / BM), columns((args.n + WIDTH - 1) / WIDTH), tiles(rows * columns), group(args.group) {}
+    // rows of tiles in groups, so that neighbours in time read the same columns
+    __device__ __forceinline__ void of(int tile, int& row, int& column) const {
+        const int across = group * columns, first = tile / across * group, in = tile % across;
+        const int high = rows - first < group ? rows - first : group;
+        row = first + in % high;
+        column = in / high;
+    }
+};
+
+// ---- the product ----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = base + 2 * STAGES * STAGE;
+    const u32 sums = slots + 2 * (NIN * AHEAD + OWN * DEPTH) * SLOT, bars = sums + 2 * NSUM * 1024;
+    const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    const Places places(args);
+    const int steps = (args.k + BK - 1) / BK;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, 4);
+        make_barrier(beside, 1), make_barrier(beside + 8, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+    }
+    __syncthreads();
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (thread == 0) {
+            u32 stage = 0, phase = 1;
+            for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
+                int row, column;
+                places.of(tile, row, column);
+                const int one = column * WIDTH + args.begin[0], other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
+                for (int k = 0; k < steps; ++k) {
+                    wait(empty + 8 * stage, phase);
+                    const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE;
+                    expect(bar, 2 * STAGE);
+                    if (ALONG_A) {
+                        fetch(a, &args.a, bar, row * BM, k * BK);
+                        fetch(a + STAGE / 2, &args.a, bar, row * BM + 64, k * BK);
+                    } else {
+                        fetch(a, &args.a, bar, k * BK, row * BM);
+                    }
+                    if (ALONG_B) {
+                        fetch(b, &args.b, bar, one, k * BK);
+                        fetch(b + STAGE / 2, &args.b, bar, other, k * BK);
+                    } else {
+                        fetch(b, &args.b, bar, k * BK, one);
+                        if (PARTS > 1) fetch(b + STAGE / 2, &args.b, bar, k * BK, other);
+                    }
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const u32 own = slots + group * (NIN * AHEAD + OWN * DEPTH) * SLOT, ready = beside + 8 * group;
+        const int matrix = lane / 8, first = warp * 16 + (matrix & 1) * 8 + lane % 8;
+        u32 turn = 0;
+        if (group == 1) hand_over(1, 256);
+        auto read_ahead = [&](int tile, int piece) {
+            int row, column;
+            places.of(tile, row, column);
+            expect(ready, AHEAD * NIN * SLOT);
+#pragma unroll
+            for (int c = 0; c < AHEAD; ++c)
+#pragma unroll
+                for (int i = 0; i < NIN; ++i)
+                    fetch(own + (c * NIN + i) * SLOT, &args.in[i], ready, column * WIDTH + (piece + c) * 64, row * BM);
+        };
+        if (NIN && thread == 0 && blockIdx.x + group * gridDim.x < places.tiles) read_ahead(blockIdx.x + group * gridDim.x, 0);
+        int done = group * steps;
+        for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles; tile += 2 * gridDim.x, done += 2 * steps) {
+            float total[2][64];
+            int row, column;
+            places.of(tile, row, column);
+            u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
+            sync(1 + group, 256);
+            for (int k = 0; k < steps; ++k) {
+                wait(full + 8 * stage, phase);
+                const u64 a = matrix_at(stages_a + stage * STAGE, ALONG_A ? STAGE / 2 : 16);
+                const u64 b = matrix_at(stages_b + stage * STAGE, ALONG_B ? STAGE / 2 : 16);
+                settle(total[0]), settle(total[1]);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int s = 0; s < BK / 16; ++s) {
+                    multiply(total[0], a + (ALONG_A ? 128 : 2) * s, b + (ALONG_B ? 128 : 2) * s, k + s);
+                    multiply(total[1], a + (ALONG_A ? 128 : 2) * s + STAGE / 32, b + (ALONG_B ? 128 : 2) * s, k + s);
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                settle(total[0]), settle(total[1]);
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (k && lane == 0) arrive(empty + 8 * last);
+                last = stage;
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+            if (tile + gridDim.x < places.tiles) hand_over(2 - group, 256);
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            settle(total[0]), settle(total[1]);
+            if (lane == 0) arrive(empty + 8 * last);
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c) {
+                const int x = column * WIDTH + c * 64;
+                u32 slot[NIN + NOUT + 1];
+#pragma unroll
+                for (int i = 0; i < NIN || i < NOUT; ++i)
+                    slot[i] = own + (i < NIN ? c % AHEAD * NIN + i : NIN * AHEAD + (i - NIN) * DEPTH + c % DEPTH) * SLOT;
+                if (NIN && c % AHEAD == 0) wait(ready, turn), turn ^= 1;
+                if (OWN) {  // what was put from here before has left
+                    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(DEPTH - 1) : "memory");
+                    sync(3 + group, 128);
+                }
+                float added[NSUM + 1][16];
+#pragma unroll
+                for (int j = 0; j < 8; j += 2) {
+                    float known[NVEC + 1][4];
+                    vectors(args, x + j * 8 + lane % 4 * 2, known, 0);
+                    vectors(args, x + j * 8 + 8 + lane % 4 * 2, known, 2);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const u32 at = (first + h * 64) * 128 + (((j + (matrix >> 1)) ^ (lane & 7)) << 4);
+                        u32 in[NIN + 1][4], out[NOUT + 1][4];
+#pragma unroll
+                        for (int i = 0; i < NIN; ++i)
+                            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                         : "=r"(in[i][0]), "=r"(in[i][1]), "=r"(in[i][2]), "=r"(in[i][3])
+                                         : "r"(slot[i] + at));
+#pragma unroll
+                        for (int q = 0; q < 4; ++q) {  // rows of 8: q & 1, columns of 8: q >> 1
+                            float sum[2][NSUM + 1], made[2][NOUT + 1];
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                float v[PARTS], read[NIN + 1], b[NVEC + 1];
+#pragma unroll
+                                for (int p = 0; p < PARTS; ++p) v[p] = total[h][((c + p) * 8 + j + (q >> 1)) * 4 + (q & 1) * 2 + e];
+                                unpack(in, q, e, read);
+#pragma unroll
+                                for (int i = 0; i < NVEC; ++i) b[i] = known[i][(q >> 1) * 2 + e];
+                                around(v, read, b, made[e], sum[e]);
+                            }
+                            pack(made[0], made[1], out, q);
+#pragma unroll
+                            for (int i = 0; i < NSUM; ++i)
+#pragma unroll
+                                for (int e = 0; e < 2; ++e) {
+                                    const bool outside = RAGGED && row * BM + h * 64 + warp * 16 + (q & 1) * 8 + lane / 4 >= args.m;
+                                    const float one = outside ? 0.0f : sum[e][i];
+                                    float& to = added[i][(j + (q >> 1)) * 2 + e];
+                                    to = h == 0 && (q & 1) == 0 ? one : to + one;
+                                }
+                        }
+#pragma unroll
+                        for (int i = 0; i < NOUT; ++i)
+                            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(slot[i] + at),
+                                         "r"(out[i][0]), "r"(out[i][1]), "r"(out[i][2]), "r"(out[i][3])
+                                         : "memory");
+                    }
+                }
+                if (NSUM && !OWN) sync(3 + group, 128);  // the sums of before were read
+#pragma unroll
+                for (int i = 0; i < NSUM; ++i) {  // over the eight rows that lanes have, by halves
+                    halve<8>(added[i], 16, lane), halve<4>(added[i], 8, lane), halve<2>(added[i], 4, lane);
+                    const int j = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
+                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums + ((group * NSUM + i) * 4 + warp) * 256 + (j * 8 + lane % 4 * 2) * 4),
+                                 "f"(added[i][0]), "f"(added[i][1])
+                                 : "memory");
+                }
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                sync(3 + group, 128);
+                if (thread == 0) {
+#pragma unroll
+                    for (int i = 0; i < NOUT; ++i) put(&args.out[i], slot[i], x, row * BM);
+                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                }
+#pragma unroll
+                for (int i = 0; i < NSUM; ++i)
+                    if (thread < 64 && (!RAGGED || x + thread < args.n)) {
+                        float s = 0;
+#pragma unroll
+                        for (int w = 0; w < 4; ++w) {
+                            float one;
+                            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums + ((group * NSUM + i) * 4 + w) * 256 + thread * 4) : "memory");
+                            s += one;
+                        }
+                        args.part[i][(u64)row * args.n + x + thread] = s;
+                    }
+                if (NIN && (c + 1) % AHEAD == 0 && thread == 0) {
+                    const int next = c + 1 < PIECES ? tile : tile + 2 * gridDim.x;
+                    if (next < places.tiles) {
+                        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                        read_ahead(next, (c + 1) % PIECES);
+                    }
+                }
+            }
+        }
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
+
+// ---- sums over rows -------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__ Args args) {
+    __shared__ float held[NSUM + 1][8][33];
+    const int x = threadIdx.x % 32, y = threadIdx.x / 32, column = blockIdx.x * 32 + x;
+    const int rows = (args.m + BM - 1) / BM;
+    float s[NSUM + 1];
+#pragma unroll
+    for (int i = 0; i < NSUM; ++i) {
+        s[i] = 0;
+        if (column < args.n)
+            for (int r = y; r < rows; r += 8) s[i] += args.part[i][(u64)r * args.n + column];
+        held[i][y][x] = s[i];
+    }
+    __syncthreads();
+    if (y || column >= args.n) return;
+#pragma unroll
+    for (int i = 0; i < NSUM; ++i)
+        for (int r = 1; r < 8; ++r) s[i] += held[i][r][x];
+    ending(args, column, s);
+}

@@ -1,0 +1,433 @@
+"""A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
+
+Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along
+columns and single numbers may be of any float type. Sums over all rows leave one partial sum per tile, which a second
+kernel adds up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...dialects.loop import Apply, Constant, Load
+from ...ir.builtin import add_function, finish_function, module
+from ...ir.core import Op, Value
+from ...transforms.loops import NotLoops, lowered
+from ..kernels import Spec
+from ..triton.contraction import Contraction
+from ..triton.scalars import NoText
+from ..triton.walk import Access
+from .scalars import Number, apply, literal
+
+if TYPE_CHECKING:
+    from ..providers import Region
+
+#: shared memory of a block; a tile of a factor, a piece of 64 columns of a tile of results
+SHARED, STAGE, SLOT = 227 * 1024, 128 * 64 * 2, 128 * 64 * 2
+ROWS, COLUMNS, SUMMED, PIECE = 128, 128, 64, 64
+#: stages below which tensor cores wait for memory, and more than which nothing is gained
+FEWEST, ENOUGH = 3, 6
+#: sums and tensors of each kind that fit into registers
+MOST = 4
+NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+SOURCE = Path(__file__).with_name("product.cu")
+#: bytes that rows begin at multiples of
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A tensor of the region as a matrix: which it is, where it begins in elements, and from one row to the next."""
+
+    argument: int
+    begin: int
+    stride: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """What lies along columns, or is one number."""
+
+    argument: int
+    begin: int
+    stride: int
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much of a block's memory goes where: stages of factors, pieces that are read ahead, places of results."""
+
+    stages: int
+    ahead: int
+    depth: int
+    group: int = 8
+
+    def __str__(self) -> str:
+        return f"turns 128x128x64 s{self.stages} a{self.ahead} g{self.group}"
+
+
+class Product:
+    """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
+
+    def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
+        self.specs, self.places = tuple(specs), tuple(places)
+        self.product = Contraction(function, specs)
+        self.walk = self.product.walk
+        self.check()
+        self.vectors: list[Vector] = []
+        self.reads: list[Matrix] = []
+        self.read_types: list[str] = []
+        self.lines: list[str] = []
+        self.endings: list[str] = []
+        self.numbers: dict[Value, Number] = {}
+        self.write()
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        p = self.product
+        if p.groups["z"] or any(len(p.dims[name]) != 1 for name in "mnk"):
+            raise NoText("its factors are no matrices as they lie")
+        if p.early or p.rows is not None or not all(map(p.plain, p.factors)):
+            raise NoText("a factor is computed on the way")
+        if str(p.factors[0].type) not in ("bf16", "f16"):
+            raise NoText("its factors are no 16-bit numbers")
+        if p.parts > 2:
+            raise NoText("it reads its result at more than two places")
+        if not p.stores:
+            raise NoText("it writes nothing of its result")
+        for own in p.sums:
+            if own.kept != ("n",) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
+                raise NoText("it has other sums than those over all rows")
+        self.m, self.n, self.k = (p.size[name] for name in "mnk")
+        self.a, self.along_a = self.factor(0, "m")
+        self.b, self.along_b = self.factor(1, "n")
+        apart = 1 if self.along_b else self.b.stride
+        if any(x % apart for x in p.apart):
+            raise NoText("the places that its result is read at do not begin with a column")
+        self.begins = [x // apart for x in p.apart]
+        if self.parts > 1:  # both are columns of one tensor
+            self.b = Matrix(self.b.argument, self.b.begin, self.b.stride, *self.whole_b())
+
+    @property
+    def parts(self) -> int:
+        return self.product.parts
+
+    def whole_b(self) -> tuple[int, int]:
+        wide = self.begins[-1] + self.n
+        return (self.k, wide) if self.along_b else (wide, self.k)
+
+    def step(self, access: Access, name: str) -> int:
+        """Elements from one point of an axis to the next."""
+        return access.offset.terms[self.product.dims[name][0].parts[-1]]
+
+    def factor(self, number: int, side: str) -> tuple[Matrix, bool]:
+        """A factor as a matrix, and whether it lies along rows or columns of the result."""
+        load = self.product.factors[number].op
+        assert load is not None
+        access = self.walk.accesses[load]
+        if access.guards or access.numbers:
+            raise NoText("a factor is looked up, or ends before its tile")
+        own, summed = self.step(access, side), self.step(access, "k")
+        size = self.product.size[side]
+        if summed == 1:
+            return self.aligned(Matrix(access.argument, access.offset.constant, own, size, self.k)), False
+        if own == 1:
+            return self.aligned(Matrix(access.argument, access.offset.constant, summed, self.k, size)), True
+        raise NoText("a factor lies neither along what is summed nor along the result")
+
+    def aligned(self, matrix: Matrix) -> Matrix:
+        item = self.specs[matrix.argument].dtype.itemsize
+        if matrix.stride * item % ALIGNMENT or matrix.begin * item % ALIGNMENT or matrix.stride < matrix.columns:
+            raise NoText("rows of a tensor do not begin at multiples of 16 bytes")
+        if self.specs[matrix.argument].dtype not in (torch.bfloat16, torch.float16):
+            raise NoText("a tensor beside the product holds no 16-bit numbers")
+        return matrix
+
+    def beside(self, access: Access) -> Matrix:
+        """A tensor along rows and columns."""
+        if access.guards or access.numbers or self.step(access, "n") != 1:
+            raise NoText("a tensor beside the product does not lie by rows")
+        stride = self.step(access, "m")
+        return self.aligned(Matrix(access.argument, access.offset.constant, stride, self.m, self.n))
+
+    # ---- what follows ------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        p = self.product
+        for number, dot in enumerate(p.dots):
+            self.numbers[dot.results[0]] = Number(f"v[{number}]")
+        sums = [s.op for s in p.sums]
+        self.writes = [self.beside(self.walk.accesses[op]) for op in p.stores]
+        for op in self.behind([*p.stores, *sums], p.dots):
+            self.define(op, self.lines)
+        self.lines += [f"y[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(p.stores)]
+        self.lines += [f"s[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(sums)]
+        self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
+        beside = len(self.vectors)
+        self.ends: list[Vector] = []
+        self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
+        for op in self.behind(p.after, sums):
+            self.define(op, self.endings, ending=True)
+        for number, op in enumerate(p.after):
+            access = self.walk.accesses[op]
+            if access.guards or access.numbers or self.walk.access_dims(access) - p.groups["n"]:
+                raise NoText("a finished sum is written elsewhere than along columns")
+            spec = self.specs[access.argument]
+            self.ends.append(Vector(access.argument, access.offset.constant, self.step(access, "n"), NAMES[spec.dtype]))
+            text = self.numbers[op.operands[0]].number
+            self.endings.append(f"{stored(self.ends[-1], f'args.end[{number}]', text)};")
+        if max(len(self.reads), len(self.writes), len(sums), beside) > MOST:
+            raise NoText("it has more tensors beside the product than fit")
+        if self.shape() is None:
+            raise NoText("what is read and written beside the product leaves no room for its factors")
+
+    def behind(self, stores: Sequence[Op], known: Sequence[Op]) -> list[Op]:
+        """The ops that some outputs are made of, from what is known on."""
+        found: set[Op] = set()
+        todo = [op.operands[0].op for op in stores]
+        while todo:
+            op = todo.pop()
+            if op is not None and op not in found and op not in known:
+                found.add(op)
+                todo += [v.op for v in op.operands]
+        return [op for op in self.walk.ops if op in found]
+
+    def define(self, op: Op, lines: list[str], ending: bool = False) -> None:
+        if op.definition is Constant:
+            value = float(op.attributes["value"])
+            self.numbers[op.results[0]] = Number(literal(value), value=value)
+            return
+        if op.definition is Load:
+            self.numbers[op.results[0]] = self.load(op, ending)
+            return
+        if op.definition is not Apply:
+            raise NoText(f"{op.name} is not computed around this product")
+        args = [self.numbers[v] for v in op.operands]
+        made = apply(op.attributes["fn"], args, op.attributes["dtype"], self.walk.beside_one(op.results[0]))
+        if made.value is None:
+            name = f"{'e' if ending else 'c'}{len(lines)}"
+            lines.append(f"const {'bool' if made.truth else 'float'} {name} = {made.text};")
+            made = Number(name, made.truth)
+        self.numbers[op.results[0]] = made
+
+    def load(self, op: Op, ending: bool) -> Number:
+        access, p = self.walk.accesses[op], self.product
+        dims = self.walk.access_dims(access)
+        spec = self.specs[access.argument]
+        if access.guards or access.numbers or spec.dtype not in NAMES:
+            raise NoText("a tensor beside the product is looked up, or holds no floats")
+        if dims <= p.groups["n"]:
+            own = Vector(
+                access.argument, access.offset.constant, self.step(access, "n") if dims else 0, NAMES[spec.dtype]
+            )
+            if own.stride > 1 or own.begin * spec.dtype.itemsize % ALIGNMENT:
+                raise NoText("a vector does not lie along columns")
+            if own not in self.vectors:
+                self.vectors.append(own)
+            number = self.vectors.index(own)
+            return Number(loaded(own, f"args.vec[{number}]", "column") if ending else f"b[{number}]")
+        if ending or not dims <= p.groups["m"] | p.groups["n"] or not dims & p.groups["n"]:
+            raise NoText("a tensor beside the product lies along other dimensions than rows and columns")
+        matrix = self.beside(access)
+        if matrix not in self.reads:
+            self.reads.append(matrix)
+            self.read_types.append(NAMES[spec.dtype])
+        return Number(f"x[{self.reads.index(matrix)}]")
+
+    # ---- how much of it fits -----------------------------------------------------------------------------------------
+
+    @property
+    def pieces(self) -> int:
+        return COLUMNS // self.parts // PIECE
+
+    @property
+    def sums(self) -> int:
+        return len(self.product.sums)
+
+    def bytes(self, shape: Shape) -> int:
+        """Shared memory of a block."""
+        own = max(0, len(self.writes) - len(self.reads))
+        slots = 2 * (len(self.reads) * shape.ahead + own * shape.depth) * SLOT
+        return 2 * shape.stages * STAGE + slots + 2 * self.sums * 1024 + 16 * shape.stages + 16
+
+    def shape(self) -> Shape | None:
+        """As many stages as fit, with all read ahead that may be; None where there are too few."""
+        for ahead in range(self.pieces, 0, -1):
+            for stages in range(ENOUGH, FEWEST, -1):
+                shape = Shape(stages, ahead, 1)
+                if self.bytes(shape) <= SHARED:
+                    return shape
+        shape = Shape(FEWEST, 1, 1)
+        return shape if self.bytes(shape) <= SHARED else None
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.m // ROWS) * -(-self.n // (COLUMNS // self.parts))
+
+    @property
+    def ragged(self) -> bool:
+        return bool(self.m % ROWS or self.n % (COLUMNS // self.parts))
+
+    @property
+    def scratch(self) -> tuple[Spec, ...]:
+        return tuple(Spec((-(-self.m // ROWS), self.n), (self.n, 1), torch.float32) for _ in range(self.sums))
+
+    # ---- text --------------------------------------------------------------------------------------------------------
+
+    def source(self, shape: Shape) -> str:
+        """The kernel; sizes are given when it is launched, so that products that differ in them alone are one."""
+        given = {
+            "NIN": len(self.reads),
+            "NOUT": len(self.writes),
+            "NVEC": len(self.vectors),
+            "NSUM": self.sums,
+            "NEND": len(self.ends),
+            "PARTS": self.parts,
+            "ALONG_A": int(self.along_a),
+            "ALONG_B": int(self.along_b),
+            "RAGGED": int(self.ragged),
+            "STAGES": shape.stages,
+            "AHEAD": shape.ahead,
+            "DEPTH": shape.depth,
+            "FACTOR": f'"{self.product.factors[0].type}"',
+        }
+        head = "".join(f"#define {name} {value}\n" for name, value in given.items())
+        return head + SOURCE.read_text().replace("//GENERATED\n", self.generated)
+
+    @cached_property
+    def generated(self) -> str:
+        """The functions that `product.cu` calls."""
+        vectors = [f"pair_of_{v.type}(args.vec[{i}], x, {self.inside}, {v.stride}, known[{i}] + at);"
+                   for i, v in enumerate(self.vectors)]  # fmt: skip
+        unpack = [f"x[{i}] = e ? {t}_high(in[{i}][q]) : {t}_low(in[{i}][q]);" for i, t in enumerate(self.read_types)]
+        pack = [f"out[{i}][q] = {t}_pair(one[{i}], other[{i}]);" for i, t in enumerate(self.write_types)]
+        return PAIRS + "\n".join(
+            (
+                function("vectors", "const Args& args, int x, float (&known)[NVEC + 1][4], int at", vectors),
+                function("unpack", "const u32 (&in)[NIN + 1][4], int q, int e, float (&x)[NIN + 1]", unpack),
+                function("pack", "const float* one, const float* other, u32 (&out)[NOUT + 1][4], int q", pack),
+                function("around", "const float* v, const float* x, const float* b, float* y, float* s", self.lines),
+                function("ending", "const Args& args, int column, const float* s", self.endings),
+            )
+        )
+
+    @property
+    def inside(self) -> str:
+        return "x < args.n" if self.ragged else "true"
+
+    @property
+    def name(self) -> str:
+        return hashlib.sha256(self.generated.encode()).hexdigest()[:8]
+
+
+#: two neighbours of a vector, or one number twice
+PAIRS = """
+__device__ __forceinline__ void pair_of_f32(const void* from, int x, bool inside, int stride, float* to) {
+    const float* p = (const float*)from + (inside ? x * stride : 0);
+    to[0] = p[0], to[1] = p[stride];
+}
+__device__ __forceinline__ void pair_of_bf16(const void* from, int x, bool inside, int stride, float* to) {
+    const u16* p = (const u16*)from + (inside ? x * stride : 0);
+    const u32 pair = stride ? *(const u32*)p : p[0] * 0x10001u;
+    to[0] = bf16_low(pair), to[1] = bf16_high(pair);
+}
+__device__ __forceinline__ void pair_of_f16(const void* from, int x, bool inside, int stride, float* to) {
+    const u16* p = (const u16*)from + (inside ? x * stride : 0);
+    const u32 pair = stride ? *(const u32*)p : p[0] * 0x10001u;
+    to[0] = f16_low(pair), to[1] = f16_high(pair);
+}
+"""
+
+
+def function(name: str, arguments: str, lines: Iterable[str]) -> str:
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"__device__ __forceinline__ void {name}({arguments}) {{\n{body}}}\n"
+
+
+def loaded(vector: Vector, pointer: str, index: str) -> str:
+    """One number of a vector."""
+    at = f"[{index}]" if vector.stride else "[0]"
+    if vector.type == "f32":
+        return f"((const float*){pointer}){at}"
+    return f"{vector.type}_low(((const u16*){pointer}){at})"
+
+
+def stored(vector: Vector, pointer: str, text: str) -> str:
+    at = f"[column * {vector.stride}]"
+    if vector.type == "f32":
+        return f"((float*){pointer}){at} = {text}"
+    return f"((u16*){pointer}){at} = (u16){vector.type}_pair({text}, 0.0f)"
+
+
+def product_of(region: Region) -> Product:
+    """The product that a region is; NoText where it is none that this kernel does."""
+    if region.parts or not any(op.name == "step.contract" for op in region.ops):
+        raise NoText("it is no product")
+    body, places = in_halves(region)
+    whole = body is region.body
+    try:
+        kernel = region.kernel if whole and region.kernel is not None else lowered(body)
+    except NotLoops as error:
+        raise NoText(str(error)) from error
+    return Product(kernel, [p.spec for p in places], places)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a kernel as a part of a tensor of its region."""
+
+    spec: Spec
+    argument: int
+    begin: int = 0
+
+
+def in_halves(region: Region) -> tuple[Op, list[Place]]:
+    """A region with its product as two results where all else reads the halves of its columns, such as the gate and
+    the other factor of a gated layer: then both are made at the same points. The region itself where that is not so."""
+    places = [Place(spec, i) for i, spec in enumerate(region.specs)]
+    block = region.body.regions[0].block
+    assert block.last is not None
+    results, first = list(block.last.operands), len(region.operands)
+    for number, value in enumerate(results):
+        halves = halves_of(value)
+        spec = region.results[number]
+        if not halves or spec.strides[-1] != 1:
+            continue
+        function = add_function(module(), "halves", [a.type for a in block.arguments])
+        mapping = dict(zip(block.arguments, function.regions[0].block.arguments, strict=True))
+        for op in region.ops:
+            copy = op.clone(mapping)
+            function.regions[0].block.append(copy)
+            mapping.update(zip(op.results, copy.results, strict=True))
+        given = [*results[:number], *halves, *results[number + 1 :]]
+        finish_function(function, [mapping[v] for v in given])
+        wide = spec.shape[-1] // 2
+        half = Spec((*spec.shape[:-1], wide), spec.strides, spec.dtype)
+        own = [Place(half, first + number), Place(half, first + number, wide)]
+        return function, [*places[: first + number], *own, *places[first + number + 1 :]]
+    return region.body, places
+
+
+def halves_of(value: Value) -> list[Value]:
+    """The two halves of a product's columns, where it has no other readers than these and who gives it away."""
+    if value.op is None or value.op.name != "step.contract":
+        return []
+    readers = [u for u in dict.fromkeys(value.uses) if not u.definition.terminator]
+    last, size = value.type.rank - 1, value.type.shape[-1]
+    if len(readers) != 2 or any(u.name != "step.slice" or u.dim != last or u.stride != 1 for u in readers):
+        return []
+    readers.sort(key=lambda u: u.start)
+    if [(u.start, u.end) for u in readers] != [(0, size // 2), (size // 2, size)] or size % 2:
+        return []
+    return [u.results[0] for u in readers]

@@ -1,0 +1,156 @@
+"""The ways to run a product with what follows it, and their launches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..triton.scalars import NoText
+from . import library
+from .products import ALIGNMENT, COLUMNS, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector, product_of
+
+if TYPE_CHECKING:
+    from ..providers import Launcher, Progress, Region
+
+#: multiplications below which a product takes no time worth measuring, and per byte below which it waits for memory
+LEAST, FEW = 1 << 28, 32
+THREADS, FINISHING, FINISHED = 384, 256, 32
+#: compute capability of the GPUs that have the instruction
+HOPPER = 9
+
+
+def why_absent() -> str:
+    """Why no such kernel runs here; empty where it does."""
+    if not torch.cuda.is_available():
+        return "there is no GPU here"
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        return "the GPU is no Hopper GPU"
+    if library.compiler() is None or library.driver() is None:
+        return "NVIDIA's run-time compiler is not part of this PyTorch"
+    return ""
+
+
+def why_not(region: Region) -> str:
+    """ "" where a region may be run, else why not."""
+    try:
+        product = product_of(region)
+    except NoText as error:
+        return str(error)
+    if product.m * product.n * product.k * product.parts < max(LEAST, FEW * region.bytes):
+        return "it is too small to be worth measuring, or waits for memory"
+    return why_absent()
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One configuration for one region."""
+
+    region: Region
+    product: Product
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return str(self.shape)
+
+    @property
+    def source(self) -> str:
+        return self.product.source(self.shape)
+
+
+def ways(region: Region) -> list[Way]:
+    product = product_of(region)
+    shape = product.shape()
+    assert shape is not None
+    shapes = [shape, replace(shape, group=16)] if product.tiles > 512 else [shape]
+    return [Way(region, product, s) for s in shapes]
+
+
+def build(wanted: Sequence[Way], report: Progress | None = None) -> list[Launcher | Exception]:
+    """What launches each way. The compiler runs for several at once."""
+    made: list[Launcher | Exception] = []
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        codes = {source: pool.submit(library.compiled, source) for source in dict.fromkeys(w.source for w in wanted)}
+        for done, way in enumerate(wanted, 1):
+            try:
+                codes[way.source].result()
+                made.append(Launch(way))
+            except (library.CudaError, OSError) as error:
+                made.append(error)
+            if report is not None:
+                report(done, len(wanted))
+    return made
+
+
+class Launch:
+    """Launches a way on torch's current stream. It allocates nothing on the device."""
+
+    def __init__(self, way: Way):
+        self.product, self.shape = way.product, way.shape
+        self.region = way.region
+        device = way.region.device
+        self.device = torch.cuda.current_device() if device.index is None else device.index
+        kernels = library.kernels_of(way.source, self.device)
+        self.shared = self.product.bytes(self.shape)
+        self.run = kernels.function("product", self.shared)
+        self.finish = kernels.function("finish") if self.product.sums else None
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.grid = min(processors, self.product.tiles)
+        self.pointers: tuple[int, ...] = ()
+        self.arguments: Any = None
+        self.at = 0
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        pointers = tuple(t.data_ptr() for t in tensors)
+        if any(p % ALIGNMENT for p in pointers):  # such as a parameter of the user's that is part of another
+            self.op_by_op(tensors)
+            return
+        if pointers != self.pointers:
+            self.place(pointers)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        library.launch(self.run, self.grid, THREADS, self.shared, stream, self.at)
+        if self.finish is not None:
+            columns = -(-self.product.n // FINISHED)
+            library.launch(self.finish, columns, FINISHING, 0, stream, self.at)
+
+    def op_by_op(self, tensors: Sequence[torch.Tensor]) -> None:
+        from ..providers import copying, op_by_op
+
+        copying(op_by_op(self.region), len(self.region.operands))(*tensors)
+
+    def place(self, pointers: tuple[int, ...]) -> None:
+        """Writes the struct of arguments for tensors that lie so."""
+        data = arguments_of(self.product, self.shape, pointers)
+        self.arguments = ctypes.create_string_buffer(len(data) + library.MAP_ALIGNMENT)
+        self.at = -(-ctypes.addressof(self.arguments) // library.MAP_ALIGNMENT) * library.MAP_ALIGNMENT
+        ctypes.memmove(self.at, data, len(data))
+        self.pointers = pointers
+
+
+def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> bytes:
+    """`Args` of product.cu: maps of tiles, pointers, sizes. pointers: of the region's tensors, then of scratch."""
+
+    def pointer_of(own: Matrix | Vector) -> int:
+        place = product.places[own.argument]
+        return pointers[place.argument] + (place.begin + own.begin) * place.spec.dtype.itemsize
+
+    def mapped(matrix: Matrix, *box: int) -> bytes:
+        dtype = product.specs[matrix.argument].dtype
+        return library.tensor_map(pointer_of(matrix), dtype, (matrix.rows, matrix.columns), matrix.stride, box)
+
+    rows = (PIECE, SUMMED) if product.along_a else (SUMMED, ROWS)
+    columns = (PIECE, SUMMED) if product.along_b else (SUMMED, COLUMNS // product.parts)
+    data = mapped(product.a, *rows) + mapped(product.b, *columns)
+    for tensors in (product.reads, product.writes):
+        data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
+    scratch = pointers[1 + max(p.argument for p in product.places) :]
+    for own in (map(pointer_of, product.vectors), scratch, map(pointer_of, product.ends)):
+        data += b"".join(p.to_bytes(8, "little") for p in (*own, 0))
+    numbers = (product.m, product.n, product.k, shape.group, *(*product.begins, 0)[:2])
+    data += b"".join(n.to_bytes(4, "little") for n in numbers)
+    return data + bytes(-len(data) % library.MAP_ALIGNMENT)
