@@ -72,6 +72,7 @@ from .transforms.late_updates import late_updates
 from .transforms.layout_prices import Timing, timed_by
 from .transforms.layout_rules import is_convolution
 from .transforms.opportunity import do_nothing, meant, policy_named, possible, take, transform, whatever
+from .transforms.recognise import recognise
 
 #: what every program goes through once it is whole
 PIPELINE = "fold-masks,place-casts,cse,dce,regenerate"
@@ -259,6 +260,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     if device.type == "cuda":
         build_ahead()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
+    if fuses:
+        recognise(captured.function)
     captured_at = clock()
     plan = plan_optimizer(step.optimizer, captured.parameters, step.optimizer_plan)
     program = build_step(captured, plan, options)

@@ -145,6 +145,10 @@ class Choices:
             self.refuse(provider.name, f"it failed: {first_line(error)}")
             return False
 
+    def followers(self, region: Region | None = None) -> list[Provider]:
+        """Those who run wide products with what follows them inside: any, or this one."""
+        return [p for p in self.providers if p.follows(region)]
+
     def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
         """Chooses for regions that nothing is known of yet. later: regions like which some will be asked for next.
 
@@ -363,9 +367,10 @@ class Choices:
         """All ways to run a region, and why some providers have none."""
         found: list[Pair] = []
         refused: dict[str, str] = {}
+        left = self.left_to_others(region)
         for provider in self.contenders:
             try:
-                why = provider.claims(region)
+                why = provider.claims(region) or left.get(provider.name, "")
                 made = [] if why else provider.offers(region)
                 found += [(provider, offer) for offer in made if not self.lean or is_lean(offer, region)]
                 why = why or ("" if any(p is provider for p, _ in found) else "it takes too much memory by the way")
@@ -375,6 +380,12 @@ class Choices:
                 refused[provider.name] = why
                 self.refuse(provider.name, why)
         return found, refused
+
+    def left_to_others(self, region: Region) -> dict[str, str]:
+        """Providers that do not compete for a wide product which another one runs: their kernels take long to compile,
+        and were slower wherever that was measured."""
+        why = 'kernels of another kind were faster wherever that was measured; tune="max" tries these too'
+        return {} if self.products else {p.below: why for p in self.followers(region)}
 
     def refuse(self, provider: str, why: str) -> None:
         reasons = self.refusals.setdefault(provider, {})

@@ -111,7 +111,7 @@ class Provider(ABC):
     alone: ClassVar[tuple[str, ...]] = ()
     #: whether its ways take so long to build that it competes only where it is named, and where most can be gained
     slow: ClassVar[bool] = False
-    #: the provider that calls this library too: it takes part wherever that one competes with others
+    #: the provider that this one takes part with wherever that competes with others, such as one that calls it too
     below: ClassVar[str] = ""
 
     def absent(self) -> str:
@@ -124,6 +124,10 @@ class Provider(ABC):
 
     def at_once(self, region: Region) -> bool:
         """Whether its ways take no time to build, so that all of them are tried at once."""
+        return False
+
+    def follows(self, region: Region | None = None) -> bool:
+        """Whether it runs wide products with what follows them inside: any on this machine, or this one."""
         return False
 
     @abstractmethod
@@ -458,6 +462,9 @@ class Wgmma(Provider):
 
     name, devices, below = "wgmma", ("cuda",), "triton"
     alone = ("step.contract",)
+
+    def follows(self, region: Region | None = None) -> bool:
+        return not wgmma_ways.why_absent() if region is None else wgmma_ways.is_wide(region)
 
     @cached_property
     def version(self) -> str:  # type: ignore[override]

@@ -13,6 +13,7 @@ from ..backends.choose import Choices
 from ..backends.generated import region_of
 from ..backends.host import host_function
 from ..backends.kernels import NEW, Kernel, Kernels, Spec
+from ..backends.providers import Region
 from ..dialects.step import torch_dtype
 from ..dialects.step.control import root_of
 from ..dialects.step.fused import Fused
@@ -147,15 +148,21 @@ class _Planner:
     ) -> list[float]:
         """Measured seconds of pieces on operands that lie so, or row by row."""
         assert self.choices is not None
-        regions = []
-        for piece in pieces:
-            body = self.pieces(piece)
-            function = body.function if body.function is not None else body_of(piece)
-            laid = [row_major(v.type.shape) if strides is None else strides(v) for v in piece.inputs]
-            types = [v.type for v in piece.inputs]
-            specs = [Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, laid, strict=True)]
-            regions.append(region_of(function, body.kernel, specs, self.device))
-        return self.choices.times(regions)
+        return self.choices.times([self.region(piece, strides) for piece in pieces])
+
+    def region(self, piece: Piece, strides: Callable[[Value], tuple[int, ...]] | None) -> Region:
+        """A piece on operands that lie so, or row by row."""
+        body = self.pieces(piece)
+        function = body.function if body.function is not None else body_of(piece)
+        laid = [row_major(v.type.shape) if strides is None else strides(v) for v in piece.inputs]
+        types = [v.type for v in piece.inputs]
+        specs = [Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, laid, strict=True)]
+        return region_of(function, body.kernel, specs, self.device)
+
+    def follows(self, piece: Piece, strides: Callable[[Value], tuple[int, ...]] | None = None) -> bool:
+        """Whether somebody runs a wide product with what follows it."""
+        assert self.choices is not None
+        return bool(self.choices.followers(self.region(piece, strides)))
 
     def flatten(
         self,
@@ -189,6 +196,7 @@ class _Planner:
             seconds=self.seconds if self.choices.measure and self.device.type == "cuda" else None,
             products=self.choices.products,
             kept=self.choices.objects,
+            follows=self.follows if self.choices.measure and self.choices.followers() else None,
         )
         root = root_of(function)
         sites = release(function, fusion) if held else {}

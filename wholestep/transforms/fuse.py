@@ -47,6 +47,7 @@ from .regions import (
 from .remembered import Keeper, digest_of, recall, remember
 from .sliced_products import join_sliced
 from .tall_products import join_tall
+from .wide_products import join_wide
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
 HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
@@ -56,6 +57,8 @@ WINDOW = 4000
 
 #: measured seconds of pieces, each by the best of the providers; the second says the strides of what they read
 Seconds = Callable[[Sequence[Piece], Callable[[Value], tuple[int, ...]] | None], list[float]]
+#: whether a provider has a kernel for a wide product with what follows it
+Follows = Callable[[Piece, Callable[[Value], tuple[int, ...]] | None], bool]
 
 
 def windows(ops: Sequence[Op]) -> Iterator[Sequence[Op]]:
@@ -200,12 +203,13 @@ class Fuser:
         seconds: Seconds | None = None,
         products: bool = False,
         kept: Keeper | None = None,
+        follows: Follows | None = None,
     ):
         self.function = function
         # (what a user asks for, or the clock decides, does not follow from the program)
         self.kept = None if recipe or force or forbid or products else kept
         self.program = ""
-        self.seconds, self.products = seconds, products
+        self.seconds, self.products, self.follows = seconds, products, follows
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.again = AgainWishes.among(recipe, force, forbid)
@@ -410,7 +414,7 @@ class Fuser:
         groups = join_around(self, compute_again(self, groups))
         if self.seconds is None:
             return groups
-        groups = join_sums(self, join_tall(self, groups))
+        groups = join_sums(self, join_wide(self, join_tall(self, groups)))
         return join_sliced(self, groups) if self.products else groups
 
     def join_makers(self, op: Op) -> None:
@@ -654,15 +658,17 @@ def fuse(
     seconds: Seconds | None = None,
     products: bool = False,
     kept: Keeper | None = None,
+    follows: Follows | None = None,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
     host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
     wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
     is decided by the clock: neighbours of tall products, with `products` those of all. kept: what was joined before in
-    the same program (`remembered.py`).
+    the same program (`remembered.py`). follows: says which wide products may take along what follows them.
     """
-    return Fuser(function, host, bodies, forbid, runs_on_host, alone, recipe, force, seconds, products, kept).run()
+    wishes = (forbid, runs_on_host, alone, recipe, force)
+    return Fuser(function, host, bodies, *wishes, seconds, products, kept, follows).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

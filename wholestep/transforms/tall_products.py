@@ -82,11 +82,13 @@ class Choice:
     old: list[Piece]
     new: list[Piece]
     apply: Callable[[], None]
+    #: bytes that must be saved
+    least: int = LEAST
 
     @property
     def worth_it(self) -> bool:
         old, new = (sum(bytes_of(p) for p in pieces) for pieces in (self.old, self.new))
-        return new <= (1 - WORTH) * old and old - new >= LEAST
+        return new <= (1 - WORTH) * old and old - new >= self.least
 
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
@@ -193,8 +195,8 @@ def still_read(maker: Group, value: Value, readers: set[Op]) -> list[Op]:
 # ---- after a product -------------------------------------------------------------------------------------------------
 
 
-def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
-    """Kernels that read what a tall product makes, each with its first such product."""
+def afters(fuser: Fuser, products: Sequence[Op], least: int = LEAST) -> Iterator[Choice]:
+    """Kernels that read what a product makes, each with its first such product."""
     met: set[int] = set()
     for op in products:
         own, made = fuser.groups[op], op.results[0]
@@ -208,7 +210,7 @@ def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                 continue
             whole = piece_of([*own.members, *other.members], fuser.position)
             old = [piece_of(g.members, fuser.position) for g in (own, other)]
-            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made))
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), least)
             if choice.worth_it and not comes_back(fuser, own, other, made) and not why_not(fuser, whole):
                 met.add(id(other))
                 yield choice

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...transforms.tall_products import RIDGE
 from ..triton.scalars import NoText
 from . import library
 from .products import ALIGNMENT, COLUMNS, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector, product_of
@@ -44,6 +45,14 @@ def why_not(region: Region) -> str:
     if product.m * product.n * product.k * product.parts < max(LEAST, FEW * region.bytes):
         return "it is too small to be worth measuring, or waits for memory"
     return why_absent()
+
+
+def is_wide(region: Region) -> bool:
+    """Whether a region is a product that may be run and that keeps tensor cores busy."""
+    if why_absent() or not any(op.name == "step.contract" for op in region.ops) or why_not(region):
+        return False
+    p = product_of(region)
+    return p.m * p.n * p.k > RIDGE * (p.m * p.n + p.m * p.k + p.n * p.k)
 
 
 @dataclass(frozen=True, eq=False)

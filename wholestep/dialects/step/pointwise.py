@@ -233,11 +233,14 @@ class Gelu(FloatUnary):
     def expand(b, op):
         x = op.x
         if op.approximate == "none":
-            inner = b.erf(b.mul(x, math.sqrt(0.5)))
-        else:
-            cubic = b.add(x, b.mul(b.mul(b.mul(x, x), x), 0.044715))
-            inner = b.tanh(b.mul(cubic, math.sqrt(2 / math.pi)))
-        return b.mul(b.mul(x, 0.5), b.add(inner, 1.0))
+            return b.mul(b.mul(x, 0.5), b.add(b.erf(b.mul(x, math.sqrt(0.5))), 1.0))
+        return b.mul(x, b.sigmoid(b.mul(x, cubic(b, b.mul(x, x), 1))))  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+
+
+def cubic(b, square, times: int):
+    """What the approximation of GELU has for 2 z / x, or its derivative for that of 2 z (`times` 3)."""
+    twice = math.sqrt(8 / math.pi)
+    return b.add(b.mul(square, times * 0.044715 * twice), twice)
 
 
 class ActivationGrad(Pointwise):
@@ -317,12 +320,10 @@ class GeluGrad(ActivationGrad):
             cdf = b.mul(b.add(b.erf(z), 1.0), 0.5)
             pdf = b.mul(b.exp(b.neg(b.mul(z, z))), 1 / math.sqrt(2 * math.pi))
             return b.mul(op.dy, b.add(cdf, b.mul(x, pdf)))
-        k = math.sqrt(2 / math.pi)
         square = b.mul(x, x)
-        t = b.tanh(b.mul(b.add(x, b.mul(b.mul(square, x), 0.044715)), k))
-        slope = b.mul(b.add(b.mul(square, 3 * 0.044715), 1.0), k)
-        right = b.mul(b.mul(b.mul(x, 0.5), b.sub(1.0, b.mul(t, t))), slope)
-        return b.mul(op.dy, b.add(b.mul(b.add(t, 1.0), 0.5), right))
+        s = b.sigmoid(b.mul(x, cubic(b, square, 1)))
+        rest = b.mul(b.mul(x, cubic(b, square, 3)), b.sub(1.0, s))
+        return b.mul(op.dy, b.mul(s, b.add(rest, 1.0)))
 
 
 @step.op
