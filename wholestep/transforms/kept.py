@@ -8,7 +8,8 @@ given their statistics. A value on the cut is kept and costs its bytes; what lie
 What counts is bytes: those that are kept, and those that computing again moves beside what backward reads anyway.
 - A value that forward writes to memory in any case, because a product reads it, is cheaper to keep than one that would
   be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`),
-  unless the product waits for memory and can compute it while it reads (`tall_products.py`).
+  unless the product waits for memory and can compute it while it reads (`tall_products.py`). That costs more than its
+  bytes of memory: such a value, an activation or what a norm gives, is kept, and a budget of memory takes it back.
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
   other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
@@ -78,7 +79,7 @@ class Limits:
     joins: float = 0.5
     joined: int = 1
     writes: float = 0.25
-    rewrites: float = 0.5
+    rewrites: float = 1.25
     least: int = 4096  # values of fewer bytes are kept for nothing
 
 
