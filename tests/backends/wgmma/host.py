@@ -42,7 +42,8 @@ static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 WALK = r"""
 extern "C" void run(
-    const float* sums, Args* given, u16** in, const long* in_strides, u16** out, const long* out_strides) {
+    const float* sums, Args* given, u16** in, const long* in_strides, u16** out, const long* out_strides,
+    const float* beside, long summed) {
     Args& args = *given;
     const int rows = (args.m + 127) / 128;
     for (int y = 0; y < args.m; ++y)
@@ -75,6 +76,7 @@ extern "C" void run(
             for (int r = 0; r < rows; ++r) s[i] += args.part[i][(long)r * args.n + x];
         ending(args, x, s);
     }
+    for (int x = 0; x < summed; ++x) aside(args, x, beside + x);
 }
 """
 
@@ -112,7 +114,9 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
     for own in (product.reads, product.writes):
         tables.append((ctypes.c_uint64 * (len(own) + 1))(*map(pointer, own), 0))
         tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
-    ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables)
+    beside = (torch.zeros(0), left.sum(1), right.sum(0))[product.aside].contiguous()
+    given = (ctypes.c_void_p(beside.data_ptr()), ctypes.c_long(beside.numel()))
+    ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables, *given)
 
 
 def split(text: str) -> list[str]:

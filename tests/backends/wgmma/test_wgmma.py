@@ -93,6 +93,17 @@ def _(b, x, w):
     return [y, b.mul(b.silu(gate), up)]
 
 
+@case("a weight gradient and that of a bias, the first factor's", (2, 150, M), (2, 150, N))
+def _(b, dy, x):
+    bias = b.mul(b.sum(b.cast(dy, dtype=F32), dims=(0, 1)), 2.0)
+    return [b.contract(dy, x, spec="abm,abn->mn"), b.cast(bias, dtype=dy.type.element)]
+
+
+@case("a weight gradient and that of a bias, the second factor's", (2, 150, M), (2, 150, N))
+def _(b, x, dy):
+    return [b.contract(x, dy, spec="abm,abn->mn"), b.sum(b.cast(dy, dtype=F32), dims=(0, 1))]
+
+
 @case("numbers, vectors and conditions", (M, K), (N, K), ((N,), F32), ((), F32), (M, N))
 def _(b, x, w, scale, number, r):
     y = b.mul(b.mul(b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32), scale), number)
@@ -207,6 +218,7 @@ COMPILED = [
     "gradients of a gated layer",
     "a gated layer, columns apart, its product kept",
     "km,kn->mn",
+    "a weight gradient and that of a bias, the second factor's",
 ]
 
 

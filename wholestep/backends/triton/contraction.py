@@ -100,6 +100,9 @@ class Contraction:
     rows: where it walks windows by their rows.
     """
 
+    #: whether sums of a factor along what the product sums over, such as a bias gradient, may stand beside it
+    sums_factors = False
+
     def __init__(self, function: Op, specs: Sequence[Spec], rows: Rows | None = None):
         self.rows = rows
         reason = unsupported(specs, function)
@@ -108,13 +111,18 @@ class Contraction:
         self.walk: Walk = Tensors(unrolled(function), specs)
         self.find_products()
         self.dot, self.parts = self.dots[0], len(self.dots)
-        self.others = [op for op in self.walk.ops if op.definition is Reduce and op not in self.dots]
+        sums = [op for op in self.walk.ops if op.definition is Reduce and op not in self.dots]
+        self.beside = [op for op in sums if self.sums_factors and self.summed_factor(op) is not None]
+        self.others = [op for op in sums if op not in self.beside]
         self.behind: dict[Value, frozenset[Op]] = {}
         for op in self.walk.ops:
             found = frozenset().union(*(self.behind.get(v, frozenset()) for v in op.operands))
             for result in op.results:
                 self.behind[result] = found | ({op} if op.definition is Reduce else set())
         stores = [op for op in self.walk.ops if op.definition is Store]
+        #: outputs made of sums of a factor
+        self.aside = [s for s in stores if self.behind[s.operands[0]] & set(self.beside)]
+        stores = [s for s in stores if s not in self.aside]
         #: outputs made of sums of the result; those that lie along what is summed over, as factors do; all others
         self.after = [s for s in stores if self.behind[s.operands[0]] & set(self.others)]
         summed = frozenset(self.dot.attributes["dims"])
@@ -122,6 +130,23 @@ class Contraction:
         self.stores = [s for s in stores if s not in self.after and s not in self.early]
         self.arrange()
         self.check()
+
+    def summed_factor(self, op: Op) -> int | None:
+        """The number of the factor that a reduction sums up as the product does; None of any other."""
+        value = op.operands[0]
+        while value.op is not None and value.op.definition is Apply and value.op.attributes["fn"] == "cast":
+            value = value.op.operands[0]
+        load = value.op
+        real = {d for d in op.attributes["dims"] if self.walk.sizes[d] != 1}
+        summed = {d for d in self.dots[0].attributes["dims"] if self.walk.sizes[d] != 1}
+        if load is None or load.definition is not Load or real != summed or not self.adds(op):
+            return None
+        access = self.walk.accesses[load]
+        for number, factor in enumerate(self.factors):
+            own = None if factor.op is None else self.walk.accesses.get(factor.op)
+            if own is not None and (own.argument, own.offset) == (access.argument, access.offset):
+                return None if access.guards or access.numbers else number
+        return None
 
     def find_products(self) -> None:
         """The sums of products, those of earlier columns first, and the factors of the first of them."""

@@ -6,10 +6,13 @@
 // is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
 // beside the product or in places of their own.
 //
-// What follows is generated: `around` for an element, `vectors` for what lies along columns, `ending` for finished sums.
+// Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
+//
+// What follows is generated: `around` for an element, `vectors` for what lies along columns, `ending` for finished sums,
+// `aside` for those of a factor.
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
 // ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
-// tiles reach over the edge), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
+// tiles reach over the edge), ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
 // something to read), FACTOR (the type of factors).
 
 typedef unsigned int u32;
@@ -183,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
     const Places places(args);
     const int steps = (args.k + BK - 1) / BK;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, 4);
+        for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, ASIDE ? 6 : 4);
         make_barrier(beside, 1), make_barrier(beside + 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
     }
@@ -214,6 +217,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                         if (PARTS > 1) fetch(b + STAGE / 2, &args.b, bar, k * BK, other);
                     }
                     if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+            }
+        } else if (ASIDE && (warp == 1 || warp == 2)) {  // 64 rows or columns each, where tiles begin with a factor's
+            u32 stage = 0, phase = 0;
+            for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
+                int row, column;
+                places.of(tile, row, column);
+                const bool own = ASIDE == 1 ? column == 0 : row == 0;
+                float s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+                for (int k = 0; k < steps; ++k) {
+                    wait(full + 8 * stage, phase);
+                    const u32 from = (ASIDE == 1 ? stages_a : stages_b) + stage * STAGE + (warp - 1) * (STAGE / 2);
+                    if (own)
+#pragma unroll 4
+                        for (int r = lane / 8; r < BK; r += 4) {
+                            u32 p[4];
+                            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                         : "=r"(p[0]), "=r"(p[1]), "=r"(p[2]), "=r"(p[3])
+                                         : "r"(from + r * 128 + ((lane % 8 ^ (r & 7)) << 4))
+                                         : "memory");
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) s[2 * i] += FACTOR_LOW(p[i]), s[2 * i + 1] += FACTOR_HIGH(p[i]);
+                        }
+                    __syncwarp();
+                    if (lane == 0) arrive(empty + 8 * stage);
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+                if (own) {
+                    const int first = (ASIDE == 1 ? row * BM : column * BN) + (warp - 1) * 64 + lane % 8 * 8;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 8);
+                        s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 16);
+                        if (lane < 8 && first + i < (ASIDE == 1 ? args.m : args.n)) aside(args, first + i, s + i);
+                    }
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along
 columns and single numbers may be of any float type. Sums over all rows leave one partial sum per tile, which a second
-kernel adds up in a fixed order.
+kernel adds up in a fixed order. A factor that lies along the result may be summed up as well while it is there.
 """
 
 from __future__ import annotations
@@ -76,12 +76,18 @@ class Shape:
         return f"turns 128x128x64 s{self.stages} a{self.ahead} g{self.group}"
 
 
+class Wide(Contraction):
+    """A product beside which sums of its factors may stand."""
+
+    sums_factors = True
+
+
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
-        self.product = Contraction(function, specs)
+        self.product = Wide(function, specs)
         self.walk = self.product.walk
         self.check()
         self.vectors: list[Vector] = []
@@ -116,6 +122,7 @@ class Product:
         if any(x % apart for x in p.apart):
             raise NoText("the places that its result is read at do not begin with a column")
         self.begins = [x // apart for x in p.apart]
+        self.aside = self.summed_factor()
         if self.parts > 1:  # both are columns of one tensor
             self.b = Matrix(self.b.argument, self.b.begin, self.b.stride, *self.whole_b())
 
@@ -126,6 +133,16 @@ class Product:
     def whole_b(self) -> tuple[int, int]:
         wide = self.begins[-1] + self.n
         return (self.k, wide) if self.along_b else (wide, self.k)
+
+    def summed_factor(self) -> int:
+        """Which factor is summed up beside the product: none, the first or the second."""
+        found = {self.product.summed_factor(op) for op in self.product.beside}
+        if not found:
+            return 0
+        (number,) = found if len(self.product.beside) == 1 else (None,)
+        if number is None or self.parts > 1 or not (self.along_a, self.along_b)[number]:
+            raise NoText("several sums stand beside the product, or one of a factor that lies along what is summed")
+        return number + 1
 
     def step(self, access: Access, name: str) -> int:
         """Elements from one point of an axis to the next."""
@@ -179,18 +196,30 @@ class Product:
         self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
         for op in self.behind(p.after, sums):
             self.define(op, self.endings, ending=True)
-        for number, op in enumerate(p.after):
-            access = self.walk.accesses[op]
-            if access.guards or access.numbers or self.walk.access_dims(access) - p.groups["n"]:
-                raise NoText("a finished sum is written elsewhere than along columns")
-            spec = self.specs[access.argument]
-            self.ends.append(Vector(access.argument, access.offset.constant, self.step(access, "n"), NAMES[spec.dtype]))
-            text = self.numbers[op.operands[0]].number
-            self.endings.append(f"{stored(self.ends[-1], f'args.end[{number}]', text)};")
+        for op in p.after:
+            self.end(op, "n", self.endings)
+        self.asides: list[str] = []
+        self.numbers = {op.results[0]: Number("s[0]") for op in p.beside}
+        for op in self.behind(p.aside, p.beside):
+            self.define(op, self.asides, ending=True)
+        for op in p.aside:
+            self.end(op, "mn"[self.aside - 1], self.asides)
         if max(len(self.reads), len(self.writes), len(sums), beside) > MOST:
             raise NoText("it has more tensors beside the product than fit")
         if self.shape() is None:
             raise NoText("what is read and written beside the product leaves no room for its factors")
+
+    def end(self, op: Op, side: str, lines: list[str]) -> None:
+        """Writes what is made of finished sums to a vector along rows or columns."""
+        access = self.walk.accesses[op]
+        if access.guards or access.numbers or self.walk.access_dims(access) - self.product.groups[side]:
+            raise NoText("a finished sum is written elsewhere than along columns")
+        dtype = self.specs[access.argument].dtype
+        if dtype not in NAMES:
+            raise NoText("a finished sum is written as no float")
+        self.ends.append(Vector(access.argument, access.offset.constant, self.step(access, side), NAMES[dtype]))
+        text = self.numbers[op.operands[0]].number
+        lines.append(f"{stored(self.ends[-1], f'args.end[{len(self.ends) - 1}]', text)};")
 
     def behind(self, stores: Sequence[Op], known: Sequence[Op]) -> list[Op]:
         """The ops that some outputs are made of, from what is known on."""
@@ -297,10 +326,13 @@ class Product:
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
+            "ASIDE": self.aside,
             "STAGES": shape.stages,
             "AHEAD": shape.ahead,
             "DEPTH": shape.depth,
             "FACTOR": f'"{self.product.factors[0].type}"',
+            "FACTOR_LOW": f"{self.product.factors[0].type}_low",
+            "FACTOR_HIGH": f"{self.product.factors[0].type}_high",
         }
         head = "".join(f"#define {name} {value}\n" for name, value in given.items())
         return head + SOURCE.read_text().replace("//GENERATED\n", self.generated)
@@ -319,6 +351,7 @@ class Product:
                 function("pack", "const float* one, const float* other, u32 (&out)[NOUT + 1][4], int q", pack),
                 function("around", "const float* v, const float* x, const float* b, float* y, float* s", self.lines),
                 function("ending", "const Args& args, int column, const float* s", self.endings),
+                function("aside", "const Args& args, int column, const float* s", self.asides),
             )
         )
 
