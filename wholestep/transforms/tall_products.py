@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 RIDGE = 256
 #: how much longer than wide the matrix of rows is
 TALL = 8
-#: the share of bytes, and the bytes, that must be saved for it to be worth measuring: kernels take long to compile
-WORTH, LEAST = 0.1, 1 << 26
+#: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
+#: kernels take long to compile, but equal ones only once
+WORTH, LEAST = 0.05, 1 << 26
 #: elements in a row of a window up to which a convolution is such a product
 ROW = 64
 
@@ -84,9 +85,14 @@ class Choice:
     apply: Callable[[], None]
 
     @property
+    def saved(self) -> int:
+        """Bytes that move less."""
+        return sum(map(bytes_of, self.old)) - sum(map(bytes_of, self.new))
+
+    @property
     def worth_it(self) -> bool:
-        old, new = (sum(bytes_of(p) for p in pieces) for pieces in (self.old, self.new))
-        return new <= (1 - WORTH) * old and old - new >= LEAST
+        """Whether enough of its bytes is saved; whether these are many is a matter of how many are alike."""
+        return self.saved >= max(WORTH * sum(map(bytes_of, self.old)), 1)
 
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
@@ -124,7 +130,7 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
 
 def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
     assert fuser.seconds is not None
-    wanted = list(choices)
+    wanted = heavy(fuser, list(choices))
     if not wanted:
         return
     orders = likely_orders(fuser.block)
@@ -136,17 +142,26 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
             choice.apply()
 
 
+def heavy(fuser: Fuser, choices: Sequence[Choice]) -> list[Choice]:
+    """The choices that save many bytes together with those that are like them."""
+    kinds = [tuple(id(fuser.bodies(p)) for p in (*c.old, *c.new)) for c in choices]
+    saved = dict.fromkeys(kinds, 0)
+    for kind, choice in zip(kinds, choices, strict=True):
+        saved[kind] += choice.saved
+    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= LEAST]
+
+
 # ---- before a product ------------------------------------------------------------------------------------------------
 
 
 def befores(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
-    """Large factors that only tall products read, and that are cheap to make."""
+    """Large factors that tall products read, and beside them at most the kernel that makes them, cheaply."""
     among = set(products)
     for value in dict.fromkeys(base(v) for op in products for v in op.operands):
         maker = fuser.groups.get(value.op) if value.op is not None else None
         if maker is None or value.type.bytes < again.LEAST or not fuser.is_fusible(maker.members[0]):
             continue
-        readers = list(dict.fromkeys(again.through_views(value)))
+        readers = [u for u in dict.fromkeys(again.through_views(value)) if u not in maker.members]
         if any(u not in among or again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
             continue
         if any(fuser.half(u) != again.half(fuser, maker) for u in readers):
