@@ -219,6 +219,8 @@ def hand_over(
         for view in [u for r in op.results for u in r.uses]:
             again.erase_views(view)
         op.erase()
+    if value.op in maker.members:  # it reads the value itself: what is left of others' views is no reason to write it
+        again.erase_unread_views(value)
 
 
 def take_after(fuser: Fuser, op: Op) -> None:
