@@ -344,6 +344,8 @@ def attempt(
         for view in [u for r in op.results for u in r.uses]:
             erase_views(view)
         op.erase()
+    if value.op in group.members:
+        erase_unread_views(value)
     return ""
 
 

@@ -8,7 +8,8 @@ the product y = x W', so that it follows from x, which is smaller where W makes 
     dx = g (e W) - x (W' q W) + a vector
 
 The gradient of BatchNorm's weight is the sum over W times g' x. Three readers of y become readers of x, and backward
-need not keep y. Sums are in f32 and in another order; what BatchNorm gives is not rounded in between.
+need not keep y. With x beside g in one memory (`plan/joins.py`) both products of g are one with those of x. Sums are in
+f32 and in another order; what BatchNorm gives is not rounded in between.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from ..ir.types import F32
 from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import ANCHORS
 
-#: how many times as large as x the product must be: x is read by three kernels more, and its part of dx is written
+#: how many times as large as x the product must be: x is written beside the gradient, and read there by both products
 WIDER = 2
-#: bytes, moved or kept, that are worth some ten small kernels more, about 35 us of a large GPU's memory
+#: bytes, moved or kept, that are worth some small kernels more: about 35 us of a large GPU's memory
 LEAST = 1 << 27
-#: ops that a kernel runs on the way, so that what they read is read by whoever reads their result
-CHEAP = 24
+#: bytes that its memory moves while it multiplies once in f32, as it does for the small matrices
+RATE = 0.07
+#: so many values are looked at for what a gradient is computed from
+LOOKED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,10 @@ class Reader:
     @property
     def other(self) -> Value:
         return self.op.operands[1 - self.side]
+
+    def placed(self, gradient: Value, other: Value) -> tuple[Value, Value]:
+        """The operands in the order of the product's."""
+        return (gradient, other) if self.side == 0 else (other, gradient)
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -75,6 +82,12 @@ class Site:
         """The labels of x."""
         left, right, _ = parse_spec(self.product.spec)
         return left if self.x is self.product.lhs else right
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether x and the product have the same rows, and channels behind them."""
+        out = parse_spec(self.product.spec)[2]
+        return self.rows[:-1] == out[:-1] and self.rows[-1] == self.inner
 
     @property
     def inner(self) -> str:
@@ -117,8 +130,15 @@ class ThroughNorm(Transformation):
         gradient = op.dy
         if dims != sorted(dims):
             gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
-        product = b.contract(gradient, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
-        square = b.contract(site.x, site.x, spec=f"{rows.replace(inner, spare)},{rows}->{spare}{inner}", wide=True)
+        # both products read x, so that they are one: of the gradient with x beside it, in one memory
+        both = b.concat([gradient, site.x], dim=rank - 1) if site.in_rows else None
+        if both is None:
+            product = b.contract(gradient, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
+            square = b.contract(site.x, site.x, spec=f"{rows.replace(inner, spare)},{rows}->{spare}{inner}", wide=True)
+        else:
+            made = b.contract(both, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
+            product = b.slice(made, dim=0, start=0, end=channels)
+            square = b.slice(made, dim=0, start=channels, end=made.type.shape[0])
         total = b.sum(b.cast_to(site.x, F32), dims=tuple(d for d, c in enumerate(rows) if c != inner))
         # the vectors
         dw = b.mul(rstd, b.sub(b.sum(b.mul(weight, product), dims=(1,)), b.mul(mean, db)))
@@ -132,7 +152,7 @@ class ThroughNorm(Transformation):
         own = own if site.own.out[0] == site.own.channel else b.transpose(own, order=(1, 0))
         new = b.cast_to(own, site.own.op.result.type.element)
         for reader in site.inputs:
-            into_input(op, site, reader, weight, scale, slope, away)
+            into_input(op, site, reader, both, weight, scale, slope, away)
         for old, value in ((op.dw, dw), (op.db, db)):
             old.replace_by(b.cast_to(value, old.type.element))
         site.own.op.result.replace_by(new)
@@ -142,7 +162,16 @@ class ThroughNorm(Transformation):
         op.erase()
 
 
-def into_input(op: Op, site: Site, reader: Reader, weight: Value, scale: Value, slope: Value, away: Value) -> None:
+def into_input(
+    op: Op,
+    site: Site,
+    reader: Reader,
+    both: Value | None,
+    weight: Value,
+    scale: Value,
+    slope: Value,
+    away: Value,
+) -> None:
     """The gradient of an input: of the scaled weight, and of x by a small matrix."""
     assert op.parent is not None
     b = StepBuilder(op.parent, reader.op, reader.op.loc, reader.op.phase)
@@ -160,19 +189,24 @@ def into_input(op: Op, site: Site, reader: Reader, weight: Value, scale: Value, 
     scaled = scaled if first else b.transpose(scaled, order=(1, 0))
     small = b.cast_to(b.neg(b.contract(b.mul(column(slope), weight), matrix, spec="oz,oc->zc")), low)
     vector = b.sum(b.mul(column(away), matrix), dims=(0,))
-    gradient = op.dy
-    for order in reader.orders:
-        gradient = b.transpose(gradient, order=order)
-    pair = [gradient, scaled] if reader.side == 0 else [scaled, gradient]
-    made = b.contract(*pair, spec=reader.op.spec)
     theirs = rows_of(op, site, reader)
     wanted = next(c for c in reader.out if c not in theirs.values())
-    spare = next(c for c in "zyxwv" if c not in reader.out)
-    spec = "".join(spare if c == site.inner else theirs[c] for c in site.rows)
-    part = b.cast_to(b.contract(site.x, small, spec=f"{spec},{spare}{wanted}->{reader.out}"), F32)
-    shape = tuple(vector.type.size if c == wanted else 1 for c in reader.out)
-    part = b.cast_to(b.add(part, b.reshape(vector, shape=shape)), made.type.element)
-    reader.op.result.replace_by(b.add(made, part))
+    vector = b.reshape(vector, shape=tuple(vector.type.size if c == wanted else 1 for c in reader.out))
+    in_rows = both is not None and [*theirs.values(), reader.channel] == list(reader.labels[0])
+    if in_rows:
+        whole = b.concat([scaled, small if first else b.transpose(small, order=(1, 0))], dim=0 if first else 1)
+        made = b.contract(*reader.placed(both, whole), spec=reader.op.spec)
+        made = b.cast_to(b.add(b.cast_to(made, F32), vector), reader.op.result.type.element)
+    else:
+        gradient = op.dy
+        for order in reader.orders:
+            gradient = b.transpose(gradient, order=order)
+        made = b.contract(*reader.placed(gradient, scaled), spec=reader.op.spec)
+        spare = next(c for c in "zyxwv" if c not in reader.out)
+        spec = "".join(spare if c == site.inner else theirs[c] for c in site.rows)
+        part = b.contract(site.x, small, spec=f"{spec},{spare}{wanted}->{reader.out}")
+        made = b.add(made, b.cast_to(b.add(b.cast_to(part, F32), vector), made.type.element))
+    reader.op.result.replace_by(made)
 
 
 def forget(value: Value) -> None:
@@ -276,7 +310,8 @@ def why_not(op: Op, site: Site) -> str:
         return "sums over products of 32 bits are slow"
     if y.bytes < WIDER * x.bytes:
         return "what the product reads is not much smaller than what it makes"
-    if y.bytes - change(site).bytes < LEAST:
+    found = change(site)
+    if -found.bytes - found.saved < LEAST + RATE * found.flops:
         return "it is too small to be worth some small kernels more"
     if is_made_of(op.dy, site.product.result):
         return "the gradient is computed from the product, which is read for it anyway"
@@ -284,9 +319,10 @@ def why_not(op: Op, site: Site) -> str:
 
 
 def change(site: Site) -> Change:
-    """Of what is read and written. Beside that, y is not kept."""
-    y, x = site.product.result.type.bytes, site.x.type.bytes
-    return Change(bytes=(2 + 3 * len(site.inputs)) * x - (2 + len(site.inputs)) * y)
+    """Readers of y read x, which is written for them; y is not kept."""
+    y, x, readers = site.product.result.type.bytes, site.x.type.bytes, 1 + len(site.inputs)
+    inner = next(n for n, c in zip(site.x.type.shape, site.rows, strict=True) if c == site.inner)
+    return Change(bytes=(1 + readers) * (x - y), saved=-y, flops=2 * readers * inner * site.weight.type.size)
 
 
 def is_made_of(value: Value, product: Value) -> bool:
@@ -296,7 +332,7 @@ def is_made_of(value: Value, product: Value) -> bool:
         one = pending.pop()
         if one is product:
             return True
-        if one in known or len(known) > CHEAP * 8:
+        if one in known or len(known) > LOOKED:
             continue
         known.add(one)
         op = one.op
