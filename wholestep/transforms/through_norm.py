@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract, parse_spec
 from ..dialects.step.normalization import BatchNorm, BatchNormGrad
-from ..dialects.step.shape import Transpose
+from ..dialects.step.shape import Concat, Transpose
 from ..ir.core import Op, Value
 from ..ir.types import F32
 from .opportunity import Change, Place, Transformation, register_transformation
@@ -131,7 +131,8 @@ class ThroughNorm(Transformation):
         if dims != sorted(dims):
             gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
         # both products read x, so that they are one: of the gradient with x beside it, in one memory
-        both = b.concat([gradient, site.x], dim=rank - 1) if site.in_rows else None
+        alone = site.in_rows and not is_part(op.dy)
+        both = b.concat([gradient, site.x], dim=rank - 1) if alone else None
         if both is None:
             product = b.contract(gradient, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
             square = b.contract(site.x, site.x, spec=f"{rows.replace(inner, spare)},{rows}->{spare}{inner}", wide=True)
@@ -207,6 +208,11 @@ def into_input(
         part = b.contract(site.x, small, spec=f"{spec},{spare}{wanted}->{reader.out}")
         made = b.add(made, b.cast_to(b.add(b.cast_to(part, F32), vector), made.type.element))
     reader.op.result.replace_by(made)
+
+
+def is_part(value: Value) -> bool:
+    """Whether a value lies in one memory with others already; it cannot do so twice."""
+    return any(u.definition is Concat or (u.definition is Transpose and is_part(u.result)) for u in value.uses)
 
 
 def forget(value: Value) -> None:
