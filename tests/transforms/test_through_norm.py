@@ -10,8 +10,11 @@ from torch import nn
 
 from tests.plan.networks import Case
 from tests.runtime.runs import data
-from wholestep.ir.core import Op
+from tests.transforms.test_fuse import program, root_of
+from wholestep.dialects.step import torch_dtype
+from wholestep.ir.core import Op, Value
 from wholestep.ir.passes import run_pipeline
+from wholestep.ir.types import BF16, F32, TensorType
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import through_norm
@@ -105,6 +108,40 @@ def test_backward_reads_the_product_no_more() -> None:
                     late += [user.name] if user.phase == "backward" else []
                     seen += user.results if user.name == "step.transpose" else []
             assert late == []
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 3, 2, 1), (2, 0, 3, 1)])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rows_in_any_order(order: tuple[int, ...], turned: bool, swapped: bool) -> None:
+    """Products may read BatchNorm's gradient and the weight transposed, and their operands in either order."""
+    images, narrow = (3, 4 * WIDTH, 5, 7), (3, 5, 7, WIDTH)
+    matrix = (WIDTH, 4 * WIDTH) if turned else (4 * WIDTH, WIDTH)
+
+    def build(b: Any, dy: Value, x: Value, w: Value, scale: Value) -> list[Value]:
+        rows = "".join("nohw"[i] for i in order)
+        own = "co" if turned else "oc"
+        y = b.transpose(b.contract(x, w, spec=f"nhwc,{own}->nhwo"), order=(0, 3, 1, 2))
+        _, mean, rstd, *_ = b.batch_norm(y, scale, training=True)
+        d, dw, db = b.batch_norm_grad(dy, y, mean, rstd, scale)
+        d = b.transpose(d, order=order)
+        pixels = rows.replace("o", "")
+        seen = b.transpose(x, order=tuple("nhwc".index(c) for c in (*pixels, "c")))
+        parts = [(d, rows), (seen, f"{pixels}c")][:: -1 if swapped else 1]
+        gradient = b.contract(parts[0][0], parts[1][0], spec=f"{parts[0][1]},{parts[1][1]}->{own}")
+        parts = [(d, rows), (w, own)][:: -1 if swapped else 1]
+        dx = b.contract(parts[0][0], parts[1][0], spec=f"{parts[0][1]},{parts[1][1]}->{pixels}c")
+        return [dx, gradient, dw, db]
+
+    types = [TensorType(images, BF16), TensorType(narrow, BF16), TensorType(matrix, BF16)]
+    function = program([*types, TensorType((4 * WIDTH,), F32)], build)
+    types = [v.type for v in function.regions[0].block.arguments]
+    inputs = [data(*t.shape, seed=i).to(torch_dtype(t.element)) for i, t in enumerate(types)]
+    before = Executable(function)(inputs)
+    assert len(take(root_of(function), NAMES[1:])) == 1
+    verify(root_of(function))
+    for old, new in zip(before, Executable(function)(inputs), strict=True):
+        torch.testing.assert_close(new.float(), old.float(), rtol=0.03, atol=0.01 * float(old.float().abs().max()))
 
 
 def sites(**changes: Any) -> list[str]:

@@ -193,8 +193,8 @@ def into_input(
     theirs = rows_of(op, site, reader)
     wanted = next(c for c in reader.out if c not in theirs.values())
     vector = b.reshape(vector, shape=tuple(vector.type.size if c == wanted else 1 for c in reader.out))
-    in_rows = both is not None and [*theirs.values(), reader.channel] == list(reader.labels[0])
-    if in_rows:
+    out = parse_spec(site.product.spec)[2]
+    if both is not None and "".join(theirs) == out[:-1] and reader.labels[0][-1] == reader.channel:
         whole = b.concat([scaled, small if first else b.transpose(small, order=(1, 0))], dim=0 if first else 1)
         made = b.contract(*reader.placed(both, whole), spec=reader.op.spec)
         made = b.cast_to(b.add(b.cast_to(made, F32), vector), reader.op.result.type.element)
