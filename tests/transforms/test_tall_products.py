@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -167,7 +167,8 @@ def test_kernels_that_are_alike_count_together(monkeypatch: pytest.MonkeyPatch) 
     seen: list[int] = []
     plain = tall_products.heavy
 
-    def heavy(fuser: Any, choices: Sequence[Any]) -> list[Any]:
+    def heavy(fuser: Any, found: Iterable[Any]) -> list[Any]:
+        choices = list(found)
         seen.extend(choice.saved for choice in choices)
         return plain(fuser, choices)
 

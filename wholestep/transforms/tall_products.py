@@ -118,11 +118,11 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Lets tall products take along what makes their factors, then what reads their results, then what makes factors
     that others read as well; gives all kernels."""
     tall = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
-    take_faster(fuser, befores(fuser, tall))
+    take_faster(fuser, heavy(fuser, befores(fuser, tall)))
     images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
-    take_faster(fuser, afters(fuser, products))
-    take_faster(fuser, on_the_way(fuser, tall))
+    take_faster(fuser, heavy(fuser, afters(fuser, products)))
+    take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -130,7 +130,7 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
 
 def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
     assert fuser.seconds is not None
-    wanted = heavy(fuser, list(choices))
+    wanted = list(choices)
     if not wanted:
         return
     orders = likely_orders(fuser.block)
@@ -142,8 +142,9 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
             choice.apply()
 
 
-def heavy(fuser: Fuser, choices: Sequence[Choice]) -> list[Choice]:
+def heavy(fuser: Fuser, found: Iterable[Choice]) -> list[Choice]:
     """The choices that save many bytes together with those that are like them."""
+    choices = list(found)
     kinds = [tuple(id(fuser.bodies(p)) for p in (*c.old, *c.new)) for c in choices]
     saved = dict.fromkeys(kinds, 0)
     for kind, choice in zip(kinds, choices, strict=True):
