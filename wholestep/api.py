@@ -63,6 +63,7 @@ from .transforms import (  # noqa: F401  (they register)
     row_gradients,
     shared_input,
     symmetric_product,
+    through_norm,
     whole_norm,
     wide_loss,
 )
@@ -102,6 +103,7 @@ DEFAULTS = (
     Default("shared_input", fused=True),  # who does not fuse would copy gradients side by side
     Default("whole_norm", level=2, fused=True),
     *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
+    Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
     Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same
 )

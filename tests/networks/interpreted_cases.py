@@ -19,6 +19,7 @@ from bench.networks import NAMES, build
 from bench.networks.curves import apart, compiled, eager, losses_of
 from wholestep import api
 from wholestep.backends.providers import Triton, forget_provider, register_provider
+from wholestep.transforms import through_norm
 
 pytest.importorskip("transformers")
 
@@ -49,8 +50,20 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def test_gradients_through_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with large images: backward does not read what a product before a BatchNorm has made."""
+    monkeypatch.setattr(through_norm, "LEAST", 0)
+    recipe = check_two_steps("resnet50", "bf16")
+    assert any(line.startswith("through_norm ") for line in recipe)
+
+
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_two_steps(name: str, precision: str) -> None:
+    check_two_steps(name, precision)
+
+
+def check_two_steps(name: str, precision: str) -> list[str]:
+    """Trains a network, compares, and gives the recipe of the step."""
     network = build(name, "tiny")
     models = [copy.deepcopy(network.model) for _ in range(3)]
     ours = compiled(network, models[0], precision=precision, providers=["aten", Interpreted.name], tune=False)
@@ -70,6 +83,7 @@ def test_two_steps(name: str, precision: str) -> None:
         found, usual = (float((m[parameter] - expected).norm()) for m in (mine, low))
         allowed = TIMES * usual if precision == "bf16" else MOMENTS * float(expected.norm())
         assert found <= allowed + NOTHING[precision] * largest, parameter
+    return ours.whole.recipe
 
 
 def moments(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:

@@ -26,11 +26,12 @@ def test_networks_in_the_interpreter(cases: list[str]) -> None:
     pytest.importorskip("transformers")
     done = warm.run(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore",
-         *(f"tests/networks/interpreted_cases.py::test_two_steps[{name}]" for name in cases)],
+         *(f"tests/networks/interpreted_cases.py::test_two_steps[{name}]" for name in cases),
+         *(["tests/networks/interpreted_cases.py::test_gradients_through_norms"] if "resnet50-bf16" in cases else [])],
         os.environ | {"TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
-    assert f"{len(cases)} passed" in done.stdout
+    assert f"{len(cases) + ('resnet50-bf16' in cases)} passed" in done.stdout
 
 
 def test_products_turn_queries_and_keys() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -67,6 +67,13 @@ def residual(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -
     y = product(b, s, w, "nhwc,oc->nhwo")
     y = b.cast_to(normal(b, y, *sums(b, y, y)), BF16)
     return [s, b.add(product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo"), s)]
+
+
+def beside(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A factor whose elements are also summed up, and a product of it that is not rounded."""
+    d = b.cast_to(normal(b, x, scale, shift), BF16)
+    rows = b.transpose(d, order=LAST), b.transpose(z, order=LAST)
+    return [b.contract(*rows, spec="nhwc,nhwo->co", wide=True), b.sum(b.cast_to(d, F32), dims=DIMS)]
 
 
 def of(build: Callable[..., list[Value]]) -> Op:
@@ -146,6 +153,34 @@ def test_a_factor_is_not_written_where_another_kernel_must_run_between() -> None
         return [product(b, s, b.add(w, more), "nhwc,oc->nhwo"), s]
 
     assert joined(of(build), Clock())[1] == []
+
+
+def test_what_makes_a_factor_may_read_it_too() -> None:
+    """It is computed by the product and by the kernel that sums it up, and written by none."""
+    fusion, found = joined(of(beside), Clock())
+    assert found == ["nhwc,nhwo->co"] and len(fusion.bodies) == 2
+    made = [[r.type.shape for r in op.results] for op, _ in fusion.kernels]
+    assert sorted(map(len, made)) == [1, 1]
+
+
+def test_kernels_that_are_alike_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = tall_products.heavy
+
+    def heavy(fuser: Any, found: Iterable[Any]) -> list[Any]:
+        choices = list(found)
+        seen.extend(choice.saved for choice in choices)
+        return plain(fuser, choices)
+
+    def both(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value, *other: Value) -> list[Value]:
+        return [*forward(b, x, z, w, scale, shift), *forward(b, *other)]
+
+    monkeypatch.setattr(tall_products, "heavy", heavy)
+    joined(of(forward), Clock())
+    monkeypatch.setattr(tall_products, "LEAST", 2 * max(seen))
+    assert joined(of(forward), Clock())[1] == []
+    types = [v.type for v in of(forward).regions[0].block.arguments]
+    assert len(joined(program([*types, *types], both), Clock())[1]) == 2
 
 
 def test_a_part_of_a_value_is_no_reason_to_write_it() -> None:
@@ -264,7 +299,7 @@ def test_triton_writes_what_is_joined() -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-    for build in (forward, backward, residual):
+    for build in (forward, backward, residual, beside):
         bodies = Bodies()
         fuse(of(build), bodies=bodies, seconds=clock)
     assert len(refused) > 12

@@ -78,16 +78,22 @@ def heavy_bytes(function: Op) -> int:
         if op.definition is MicroBatches:
             total += op.count * heavy_bytes(lookup(root_of(op), op.callee))
         elif issubclass(op.definition, HEAVY):
-            read, written = read_bytes(op), sum(r.type.bytes for r in op.results if r.uses)
-            if op.definition is Embedding:
-                read = min(op.weight.type.bytes, written) + op.indices.type.bytes
-            elif op.definition is EmbeddingGrad:
-                written = min(op.dy.type.bytes, written)
-            elif issubclass(op.definition, AttentionBackward):  # the gradient of a mask is another result of the same
+            read, written = least_bytes(op)
+            if issubclass(op.definition, AttentionBackward):  # the gradient of a mask is another result of the same
                 read = 0 if op.operands in backwards else read
                 backwards.add(op.operands)
             total += read + written
     return total
+
+
+def least_bytes(op: Op) -> tuple[int, int]:
+    """What one heavy op reads and writes if it does so once."""
+    read, written = read_bytes(op), sum(r.type.bytes for r in op.results if r.uses)
+    if op.definition is Embedding:
+        read = min(op.weight.type.bytes, written) + op.indices.type.bytes
+    elif op.definition is EmbeddingGrad:
+        written = min(op.dy.type.bytes, written)
+    return read, written
 
 
 def read_bytes(op: Op) -> int:

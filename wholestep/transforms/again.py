@@ -344,6 +344,8 @@ def attempt(
         for view in [u for r in op.results for u in r.uses]:
             erase_views(view)
         op.erase()
+    if value.op in group.members:
+        erase_unread_views(value)
     return ""
 
 
@@ -397,3 +399,10 @@ def erase_views(op: Op) -> None:
     for user in list(op.results[0].uses):
         erase_views(user)
     op.erase()
+
+
+def erase_unread_views(value: Value) -> None:
+    """Erases the views of a value that nobody reads."""
+    for user in list(dict.fromkeys(value.uses)):
+        if is_view(user) and not any(True for _ in through_views(user.results[0])):
+            erase_views(user)

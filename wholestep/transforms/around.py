@@ -219,6 +219,8 @@ def hand_over(
         for view in [u for r in op.results for u in r.uses]:
             again.erase_views(view)
         op.erase()
+    if value.op in maker.members:  # it reads the value itself: what is left of others' views is no reason to write it
+        again.erase_unread_views(value)
 
 
 def take_after(fuser: Fuser, op: Op) -> None:
@@ -255,8 +257,8 @@ def why_not(fuser: Fuser, members: Sequence[Op]) -> str:
     return ""
 
 
-def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value) -> bool:
-    """Whether what else a kernel reads hangs on the anchor, by way of any kernels."""
+def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value | None) -> bool:
+    """Whether what else than a value a kernel reads hangs on the anchor, by way of any kernels."""
     pending = [v for m in other.members for v in m.operands if base(v) is not made and v.op not in other.members]
     seen = set(other.members)
     while pending:

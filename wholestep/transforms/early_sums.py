@@ -81,7 +81,7 @@ def candidates(fuser: Fuser, groups: Sequence[Group]) -> Iterator[Pair]:
         whole = piece_of([*own.members, *other.members], fuser.position)
         old = [piece_of(g.members, fuser.position) for g in (own, other)]
         choice = tall_products.Choice(old, [whole], lambda: None)
-        if fuser.products or choice.worth_it:
+        if fuser.products or (choice.worth_it and choice.saved >= tall_products.LEAST):
             yield Pair(product, own, other, (old[0], old[1], whole))
 
 

@@ -7,9 +7,10 @@ given their statistics. A value on the cut is kept and costs its bytes; what lie
 
 What counts is bytes: those that are kept, and those that computing again moves beside what backward reads anyway.
 - A value that forward writes to memory in any case, because a product reads it, is cheaper to keep than one that would
-  be written for backward alone (`writes`). One that a product of backward reads has to be written again (`rewrites`),
-  unless the product waits for memory and can compute it while it reads (`tall_products.py`). That costs more than its
-  bytes of memory: such a value, an activation or what a norm gives, is kept, and a budget of memory takes it back.
+  be written for backward alone (`writes`). One that a convolution of backward reads has to be written again
+  (`rewrites`), and so has one that a product reads (`products`), unless that waits for memory and can compute it while
+  it reads (`tall_products.py`). For a product that costs more than its bytes of memory: such a value, an activation or
+  what a norm gives, is kept, and a budget of memory takes it back.
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
   other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..dialects.step import StepBuilder
+from ..dialects.step.contraction import Contract
 from ..dialects.step.normalization import BatchNorm, GroupNorm, LayerNorm, RmsNorm
 from ..dialects.step.shape import Concat, Shape, SliceUpdate
 from ..dialects.step.sources import Random
@@ -79,7 +81,8 @@ class Limits:
     joins: float = 0.5
     joined: int = 1
     writes: float = 0.25
-    rewrites: float = 1.25
+    rewrites: float = 0.5
+    products: float = 1.25
     least: int = 4096  # values of fewer bytes are kept for nothing
 
 
@@ -163,7 +166,7 @@ class Values:
     cheap: set[Op] = field(default_factory=set)  # ops of forward that may be computed again
     read: list[Value] = field(default_factory=list)  # values of forward that a later phase reads
     written: set[Value] = field(default_factory=set)  # what forward writes to memory in any case: a product reads it
-    rewritten: set[Value] = field(default_factory=set)  # what a product of a later phase reads from memory
+    rewritten: dict[Value, float] = field(default_factory=dict)  # what a product of a later phase reads from memory
     given_back: set[Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -179,7 +182,9 @@ class Values:
                 self.written.update(map(base_of, op.operands))
                 self.written.update(op.results)
             elif op.name in ANCHORS and not is_tall(op):
-                self.rewritten.update(map(base_of, op.operands))
+                price = self.limits.products if op.definition is Contract else self.limits.rewrites
+                for base in map(base_of, op.operands):
+                    self.rewritten[base] = max(price, self.rewritten.get(base, 0.0))
         self.read = list(read)
         if self.block.last is not None:
             self.given_back.update(map(base_of, self.block.last.operands))
@@ -199,8 +204,7 @@ class Values:
 
     def cost_again(self, value: Value, surplus: int) -> int:
         """What computing a value again costs, where its op reads `surplus` bytes more than it makes."""
-        rewritten = bytes_of(value) if value in self.rewritten else 0
-        return int(self.limits.joins * surplus + self.limits.rewrites * rewritten)
+        return int(self.limits.joins * surplus + self.rewritten.get(value, 0.0) * bytes_of(value))
 
     def sources(self, value: Value) -> list[Value] | None:
         """What a value is computed again from, beside what is there anyway; None where it cannot be."""

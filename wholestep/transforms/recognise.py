@@ -124,7 +124,7 @@ def evaluated(value: Value, known: dict[Value, np.ndarray]) -> np.ndarray:
         return known[value]
     constant = constant_value(value)
     if constant is not None:
-        return np.float64(constant)
+        return np.asarray(float(constant))
     op = value.op
     assert op is not None
     function = BINARY.get(op.name) or UNARY[op.name]

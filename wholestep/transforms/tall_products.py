@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 RIDGE = 256
 #: how much longer than wide the matrix of rows is
 TALL = 8
-#: the share of bytes, and the bytes, that must be saved for it to be worth measuring: kernels take long to compile
-WORTH, LEAST = 0.1, 1 << 26
+#: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
+#: kernels take long to compile, but equal ones only once
+WORTH, LEAST = 0.05, 1 << 26
 #: elements in a row of a window up to which a convolution is such a product
 ROW = 64
 
@@ -82,13 +83,16 @@ class Choice:
     old: list[Piece]
     new: list[Piece]
     apply: Callable[[], None]
-    #: bytes that must be saved
-    least: int = LEAST
+
+    @property
+    def saved(self) -> int:
+        """Bytes that move less."""
+        return sum(map(bytes_of, self.old)) - sum(map(bytes_of, self.new))
 
     @property
     def worth_it(self) -> bool:
-        old, new = (sum(bytes_of(p) for p in pieces) for pieces in (self.old, self.new))
-        return new <= (1 - WORTH) * old and old - new >= self.least
+        """Whether enough of its bytes is saved; whether these are many is a matter of how many are alike."""
+        return self.saved >= max(WORTH * sum(map(bytes_of, self.old)), 1)
 
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
@@ -114,11 +118,11 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Lets tall products take along what makes their factors, then what reads their results, then what makes factors
     that others read as well; gives all kernels."""
     tall = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
-    take_faster(fuser, befores(fuser, tall))
+    take_faster(fuser, heavy(fuser, befores(fuser, tall)))
     images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
-    take_faster(fuser, afters(fuser, products))
-    take_faster(fuser, on_the_way(fuser, tall))
+    take_faster(fuser, heavy(fuser, afters(fuser, products)))
+    take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -138,17 +142,27 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
             choice.apply()
 
 
+def heavy(fuser: Fuser, found: Iterable[Choice]) -> list[Choice]:
+    """The choices that save many bytes together with those that are like them."""
+    choices = list(found)
+    kinds = [tuple(id(fuser.bodies(p)) for p in (*c.old, *c.new)) for c in choices]
+    saved = dict.fromkeys(kinds, 0)
+    for kind, choice in zip(kinds, choices, strict=True):
+        saved[kind] += choice.saved
+    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= LEAST]
+
+
 # ---- before a product ------------------------------------------------------------------------------------------------
 
 
 def befores(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
-    """Large factors that only tall products read, and that are cheap to make."""
+    """Large factors that tall products read, and beside them at most the kernel that makes them, cheaply."""
     among = set(products)
     for value in dict.fromkeys(base(v) for op in products for v in op.operands):
         maker = fuser.groups.get(value.op) if value.op is not None else None
         if maker is None or value.type.bytes < again.LEAST or not fuser.is_fusible(maker.members[0]):
             continue
-        readers = list(dict.fromkeys(again.through_views(value)))
+        readers = [u for u in dict.fromkeys(again.through_views(value)) if u not in maker.members]
         if any(u not in among or again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
             continue
         if any(fuser.half(u) != again.half(fuser, maker) for u in readers):
@@ -195,7 +209,7 @@ def still_read(maker: Group, value: Value, readers: set[Op]) -> list[Op]:
 # ---- after a product -------------------------------------------------------------------------------------------------
 
 
-def afters(fuser: Fuser, products: Sequence[Op], least: int = LEAST) -> Iterator[Choice]:
+def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
     """Kernels that read what a product makes, each with its first such product."""
     met: set[int] = set()
     for op in products:
@@ -210,7 +224,7 @@ def afters(fuser: Fuser, products: Sequence[Op], least: int = LEAST) -> Iterator
                 continue
             whole = piece_of([*own.members, *other.members], fuser.position)
             old = [piece_of(g.members, fuser.position) for g in (own, other)]
-            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), least)
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made))
             if choice.worth_it and not comes_back(fuser, own, other, made) and not why_not(fuser, whole):
                 met.add(id(other))
                 yield choice

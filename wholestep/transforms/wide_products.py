@@ -1,32 +1,77 @@
-"""Wide products take along what reads their results, where a provider has kernels for that and the clock says so.
+"""Wide products take along what reads their results or sums up a factor of theirs, where a provider has kernels for
+that and the clock says so.
 
 Such a product keeps tensor cores busy; an activation or its gradient behind it is then computed beside the next tile,
-and what the product makes is not read again (or, where nobody else wants it, not even written). Tall products, which
-wait for memory, are `tall_products.py`'s.
+and what the product makes is not read again (or, where nobody else wants it, not even written). A gradient that a
+weight's gradient is made of is summed up on the way for that of a bias. Tall products, which wait for memory, are
+`tall_products.py`'s.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .tall_products import afters, is_tall, likely_orders, sizes_of, strides_of, take_faster
+from ..ir.core import Op
+from . import again
+from .around import comes_back, take_along
+from .regions import base, piece_of
+from .tall_products import Choice, afters, heavy, is_tall, likely_orders, sizes_of, strides_of, take_faster, why_not
 
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
-#: the bytes that must be saved for it to be worth measuring
-LEAST = 1 << 23
-
 
 def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
-    """Joins wide products with kernels that read their results; gives all kernels."""
+    """Joins wide products with their neighbours; gives all kernels."""
     if fuser.follows is None:
         return groups
-    wide = [op for op in fuser.nodes if sizes_of(op) and not is_tall(op) and fuser.groups[op].members == [op]]
-    wide = [op for op in wide if op.results[0].uses]
+    wide = [op for op in fuser.nodes if sizes_of(op) and not is_tall(op) and op.results[0].uses]
+    wide = [op for op in wide if fuser.groups[op].members == [op]]
     orders = likely_orders(fuser.block)
-    found = [c for c in afters(fuser, wide, LEAST) if fuser.follows(c.new[0], lambda v: strides_of(v, orders))]
-    take_faster(fuser, found)
+    for choices in (afters(fuser, wide), beside(fuser, wide)):
+        able = [c for c in choices if fuser.follows(c.new[0], lambda v: strides_of(v, orders))]
+        take_faster(fuser, heavy(fuser, able))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
+
+
+def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Kernels that read nothing large but a factor of a product, each with the last such product that stands alone:
+    the gradient of a weight, which comes after that of the input."""
+    met: set[int] = set()
+    for op in reversed(products):
+        own = fuser.groups[op]
+        if own.members != [op]:
+            continue
+        for value in dict.fromkeys(map(base, op.operands)):
+            for user in dict.fromkeys(again.through_views(value)):
+                other = fuser.groups.get(user)
+                if other is None or other is own or id(other) in met or not other.members:
+                    continue
+                if {fuser.half(m) for m in other.members} != {fuser.half(op)} or not fuser.is_fusible(user):
+                    continue
+                old = [piece_of(g.members, fuser.position) for g in (own, other)]
+                large = {base(v) for v in old[1].inputs if v.type.bytes >= again.LEAST}
+                if large != {value} or any(v.type.bytes >= again.LEAST for v in old[1].outputs):
+                    continue
+                if again.is_forbidden(fuser, value, own) or apart(fuser, own, other):
+                    continue
+                whole = piece_of([*own.members, *other.members], fuser.position)
+                choice = Choice(old, [whole], functools.partial(take_beside, fuser, own, other))
+                if choice.worth_it and not why_not(fuser, whole):
+                    met.add(id(other))
+                    yield choice
+
+
+def apart(fuser: Fuser, one: Group, other: Group) -> bool:
+    """Whether one of two kernels needs what the other makes, by way of any others."""
+    return comes_back(fuser, one, other, None) or comes_back(fuser, other, one, None)
+
+
+def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
+    """One kernel of both, unless what was joined meanwhile stands between."""
+    if own.members and other.members and not apart(fuser, own, other):
+        take_along(fuser, own, other)

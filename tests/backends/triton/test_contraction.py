@@ -19,7 +19,7 @@ from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import ir_dtype, torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op
-from wholestep.ir.types import F32, F64, I64, ScalarType, TensorType
+from wholestep.ir.types import BF16, F32, F64, I64, ScalarType, TensorType
 from wholestep.transforms.loops import lowered
 
 GUARD = 64
@@ -91,6 +91,11 @@ def _(b, dy, x):
     g = b.contract(dy, x, spec="abm,abn->mn")
     wide = b.cast(g, dtype=F32)
     return [g, b.sqrt(b.sum(b.mul(wide, wide), dims=(0, 1)))]
+
+
+@case("16-bit factors, sums in f32", ((2, 411, 40), BF16), ((2, 411, 36), BF16), ((36,), F32))
+def _(b, dy, x, scale):
+    return b.mul(b.contract(dy, x, spec="abm,abn->mn", wide=True), scale)
 
 
 @case("long sum, batches, extremes", (2, 300, 40), (2, 300, 36), (2, 40, 36))

@@ -74,6 +74,8 @@ def matrices_of(region: Region) -> Matrices:
     op = the_product(region)
     if op is None:
         raise NotMatrices("it is more than a product, or none")
+    if op.wide:
+        raise NotMatrices("its result is wider than its factors")
     left, right, out = parse_spec(op.spec)
     shared = [c for c in out if c in left and c in right]
     try:

@@ -6,13 +6,14 @@ derivative is two contractions with the labels exchanged. An addend (a bias) sta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from ...ir.core import Op
 from ...ir.dialect import AnyTensor, Attr, Operand, Result
-from ...ir.types import TensorType
+from ...ir.types import F32, TensorType
 from .base import Roles, StepOp, step
 
 
@@ -45,10 +46,11 @@ class Contract(StepOp):
     addend = Operand(AnyTensor, "added to the result, such as a bias", optional=True)
     y = Result()
     spec = Attr("str", 'einsum of two operands, such as "mk,nk->mn"')
+    wide = Attr("bool", "whether sums of 16-bit products are given as they are added up, in f32", optional=True)
 
     @staticmethod
-    def infer(lhs, rhs, addend, spec):
-        return TensorType(result_shape(spec, lhs, rhs), lhs.element)
+    def infer(lhs, rhs, addend, spec, wide):
+        return TensorType(result_shape(spec, lhs, rhs), F32 if wide else lhs.element)
 
     @staticmethod
     def check(op):
@@ -61,6 +63,8 @@ class Contract(StepOp):
                 return f"label {lost[0]} is in one operand only and not in the result: sum it before"
         if any(v.type.element is not op.lhs.type.element for v in op.operands):
             return "operands differ in element type"
+        if op.wide and (op.addend is not None or op.lhs.type.element.bits != 16):
+            return "only sums of 16-bit products without an addend are given in f32"
         return None
 
     @staticmethod
@@ -86,6 +90,7 @@ class Contract(StepOp):
     @staticmethod
     def derivative(b, op, dy):
         left, right, out = parse_spec(op.spec)
+        dy = b.cast_to(dy, op.lhs.type.element)
         dl = b.contract(dy, op.rhs, spec=f"{out},{right}->{left}")
         dr = b.contract(dy, op.lhs, spec=f"{out},{left}->{right}")
         grads = [dl, dr]
@@ -111,7 +116,7 @@ class Contract(StepOp):
 
     @staticmethod
     def evaluate(op: Op) -> Callable[..., torch.Tensor]:
-        return plan_contraction(op.spec, op.lhs.type, op.rhs.type, op.addend.type if op.addend else None)
+        return plan_contraction(op.spec, op.lhs.type, op.rhs.type, op.addend.type if op.addend else None, bool(op.wide))
 
 
 def walked(k, value, dim: int):
@@ -140,9 +145,9 @@ def shared_lead(left: str, right: str, out: str) -> str:
 
 
 def plan_contraction(
-    spec: str, lhs: TensorType, rhs: TensorType, addend: TensorType | None
+    spec: str, lhs: TensorType, rhs: TensorType, addend: TensorType | None, wide: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """A function that computes a contraction by mm, bmm or addmm, the way eager PyTorch would.
+    """A function that computes a contraction by mm, bmm or addmm, the way eager PyTorch would. wide: in f32.
 
     Labels fall into batch (in both operands and the result), rows (lhs and result), columns (rhs and result) and inner
     (both operands). Each operand is permuted and folded to [batch, rows, inner] or [batch, inner, columns]. Where the
@@ -160,7 +165,7 @@ def plan_contraction(
                 if not flipped
                 else (lhs.with_shape((count, *lhs.shape)), rhs)
             )
-            batched = plan_contraction(shared, *grown, addend)
+            batched = plan_contraction(shared, *grown, addend, wide)
             if flipped:
                 return lambda x, y, *z: batched(x.expand(count, *x.shape), y, *z)
             return lambda x, y, *z: batched(x, y.expand(count, *y.shape), *z)
@@ -170,7 +175,7 @@ def plan_contraction(
     inner = [c for c in left if c not in out]
     # the result is made in the order [batch, rows, cols] or, where that saves a transpose, [batch, cols, rows]
     if out == "".join(batch + cols + rows) and rows and cols:
-        swapped = plan_contraction(f"{right},{left}->{out}", rhs, lhs, addend)
+        swapped = plan_contraction(f"{right},{left}->{out}", rhs, lhs, addend, wide)
         if addend is None:
             return lambda x, y: swapped(y, x)
         return lambda x, y, z: swapped(y, x, z)
@@ -190,6 +195,8 @@ def plan_contraction(
     fold_left = folder(left, batch, rows, inner, (n_batch, n_rows, n_inner), bool(batch))
     fold_right = folder(right, batch, inner, cols, (n_batch, n_inner, n_cols), bool(batch))
     product = torch.bmm if batch else torch.mm
+    if wide:
+        product = functools.partial(in_f32, product)
     bias_row = addend is not None and not batch and identity and addend.shape == (n_cols,) and len(cols) == 1
 
     def run(x, y, z=None):
@@ -205,6 +212,11 @@ def plan_contraction(
         return result if z is None else result + z
 
     return run
+
+
+def in_f32(product: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product of 16-bit matrices that is not rounded. PyTorch has none for CPUs."""
+    return product(a, b, out_dtype=torch.float32) if a.is_cuda else product(a.float(), b.float())
 
 
 def folder(

@@ -1,0 +1,359 @@
+"""`through_norm`: the gradients of a product that BatchNorm stands behind, without reading the product's result again.
+
+BatchNorm's gradient is that of its result, less its mean and less a multiple of the normalised product, per channel. A
+product of that with something is a sum of three: the middle one needs sums of columns alone, and the last is linear in
+the product y = x W', so that it follows from x, which is smaller where W makes few channels into many:
+
+    dW = e (g' x - mean(g) sum(x)) - q (W x' x - mean(y) sum(x))        q = weight rstd^2 dweight / n, e = weight rstd
+    dx = g (e W) - x (W' q W) + a vector
+
+The gradient of BatchNorm's weight is the sum over W times g' x. Three readers of y become readers of x, and backward
+need not keep y. With x beside g in one memory (`plan/joins.py`) both products of g are one with those of x. Sums are in
+f32 and in another order; what BatchNorm gives is not rounded in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..dialects.step import StepBuilder
+from ..dialects.step.contraction import Contract, parse_spec
+from ..dialects.step.normalization import BatchNorm, BatchNormGrad
+from ..dialects.step.shape import Concat, Transpose
+from ..ir.core import Op, Value
+from ..ir.types import F32
+from .opportunity import Change, Place, Transformation, register_transformation
+from .regions import ANCHORS
+
+#: how many times as large as x the product must be: x is written beside the gradient, and read there by both products
+WIDER = 2
+#: bytes, moved or kept, that are worth some small kernels more: about 35 us of a large GPU's memory
+LEAST = 1 << 27
+#: bytes that its memory moves while it multiplies once in f32, as it does for the small matrices
+RATE = 0.07
+#: so many values are looked at for what a gradient is computed from
+LOOKED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A product that reads BatchNorm's gradient: itself, the transposes before it, and its labels of the channels."""
+
+    op: Op
+    orders: tuple[tuple[int, ...], ...]
+    #: which operand the gradient is
+    side: int
+    channel: str
+
+    @property
+    def other(self) -> Value:
+        return self.op.operands[1 - self.side]
+
+    def placed(self, gradient: Value, other: Value) -> tuple[Value, Value]:
+        """The operands in the order of the product's."""
+        return (gradient, other) if self.side == 0 else (other, gradient)
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Of the gradient and of the other operand."""
+        parts = parse_spec(self.op.spec)
+        return parts[self.side], parts[1 - self.side]
+
+    @property
+    def out(self) -> str:
+        return parse_spec(self.op.spec)[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A product before a norm, and the products that read the norm's gradient: inputs' and the weight's."""
+
+    product: Op
+    x: Value
+    weight: Value
+    #: whether the weight lies with its result's channels first
+    channels_first: bool
+    inputs: tuple[Reader, ...]
+    own: Reader
+
+    @property
+    def rows(self) -> str:
+        """The labels of x."""
+        left, right, _ = parse_spec(self.product.spec)
+        return left if self.x is self.product.lhs else right
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether x and the product have the same rows, and channels behind them."""
+        out = parse_spec(self.product.spec)[2]
+        return self.rows[:-1] == out[:-1] and self.rows[-1] == self.inner
+
+    @property
+    def inner(self) -> str:
+        """The label that the product sums over."""
+        return next(c for c in self.rows if c not in parse_spec(self.product.spec)[2])
+
+
+@register_transformation
+class ThroughNorm(Transformation):
+    """Level 3: a norm's gradient, and the products that read it."""
+
+    name = "through_norm"
+    level = 3
+
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            site = site_of(op) if op.definition is BatchNormGrad else None
+            if site is not None:
+                yield op, why_not(op, site) or change(site)
+
+    def apply(self, op: Op) -> None:
+        site = site_of(op)
+        assert op.parent is not None and site is not None
+        b = StepBuilder(op.parent, op, op.loc, op.phase)
+        rank, channels = op.x.type.rank, op.x.type.shape[1]
+        count = float(op.x.type.size // channels)
+
+        def column(value: Value) -> Value:
+            return b.reshape(value, shape=(channels, 1))
+
+        weight = b.cast_to(site.weight, F32)
+        weight = weight if site.channels_first else b.transpose(weight, order=(1, 0))
+        mean, rstd = (b.cast_to(v, F32) for v in (op.mean, op.rstd))
+        # what is summed over all rows
+        db = b.sum(b.cast_to(op.dy, F32), dims=tuple(d for d in range(rank) if d != 1))
+        rows, inner, out = site.rows, site.inner, parse_spec(site.product.spec)[2]
+        channel = next(c for c in out if c not in rows)
+        spare = next(c for c in "zyxwv" if c not in rows + out)
+        dims = seen(op.x)[1]
+        gradient = op.dy
+        if dims != sorted(dims):
+            gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
+        # both products read x, so that they are one: of the gradient with x beside it, in one memory
+        alone = site.in_rows and not is_part(op.dy)
+        both = b.concat([gradient, site.x], dim=rank - 1) if alone else None
+        if both is None:
+            product = b.contract(gradient, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
+            square = b.contract(site.x, site.x, spec=f"{rows.replace(inner, spare)},{rows}->{spare}{inner}", wide=True)
+        else:
+            made = b.contract(both, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
+            product = b.slice(made, dim=0, start=0, end=channels)
+            square = b.slice(made, dim=0, start=channels, end=made.type.shape[0])
+        total = b.sum(b.cast_to(site.x, F32), dims=tuple(d for d, c in enumerate(rows) if c != inner))
+        # the vectors
+        dw = b.mul(rstd, b.sub(b.sum(b.mul(weight, product), dims=(1,)), b.mul(mean, db)))
+        scale = rstd if op.weight is None else b.mul(rstd, b.cast_to(op.weight, F32))
+        slope = b.mul(b.mul(scale, rstd), b.div(dw, count))
+        away = b.sub(b.mul(slope, mean), b.mul(scale, b.div(db, count)))  # what all rows of x are multiplied by
+        # the weight's gradient
+        turned = b.contract(weight, square, spec="oz,zc->oc")
+        own = b.sub(b.mul(column(scale), product), b.mul(column(slope), turned))
+        own = b.add(own, b.mul(column(away), b.reshape(total, shape=(1, total.type.size))))
+        own = own if site.own.out[0] == site.own.channel else b.transpose(own, order=(1, 0))
+        new = b.cast_to(own, site.own.op.result.type.element)
+        for reader in site.inputs:
+            into_input(op, site, reader, both, weight, scale, slope, away)
+        for old, value in ((op.dw, dw), (op.db, db)):
+            old.replace_by(b.cast_to(value, old.type.element))
+        site.own.op.result.replace_by(new)
+        for reader in (*site.inputs, site.own):
+            reader.op.erase()
+        forget(op.dx)
+        op.erase()
+
+
+def into_input(
+    op: Op,
+    site: Site,
+    reader: Reader,
+    both: Value | None,
+    weight: Value,
+    scale: Value,
+    slope: Value,
+    away: Value,
+) -> None:
+    """The gradient of an input: of the scaled weight, and of x by a small matrix."""
+    assert op.parent is not None
+    b = StepBuilder(op.parent, reader.op, reader.op.loc, reader.op.phase)
+    _, labels = reader.labels
+    first = labels[0] == reader.channel
+    matrix = b.cast_to(reader.other, F32)
+    matrix = matrix if first else b.transpose(matrix, order=(1, 0))
+    channels = matrix.type.shape[0]
+
+    def column(value: Value) -> Value:
+        return b.reshape(value, shape=(channels, 1))
+
+    low = reader.other.type.element
+    scaled = b.cast_to(b.mul(column(scale), matrix), low)
+    scaled = scaled if first else b.transpose(scaled, order=(1, 0))
+    small = b.cast_to(b.neg(b.contract(b.mul(column(slope), weight), matrix, spec="oz,oc->zc")), low)
+    vector = b.sum(b.mul(column(away), matrix), dims=(0,))
+    theirs = rows_of(op, site, reader)
+    wanted = next(c for c in reader.out if c not in theirs.values())
+    vector = b.reshape(vector, shape=tuple(vector.type.size if c == wanted else 1 for c in reader.out))
+    out = parse_spec(site.product.spec)[2]
+    if both is not None and "".join(theirs) == out[:-1] and reader.labels[0][-1] == reader.channel:
+        whole = b.concat([scaled, small if first else b.transpose(small, order=(1, 0))], dim=0 if first else 1)
+        made = b.contract(*reader.placed(both, whole), spec=reader.op.spec)
+        made = b.cast_to(b.add(b.cast_to(made, F32), vector), reader.op.result.type.element)
+    else:
+        gradient = op.dy
+        for order in reader.orders:
+            gradient = b.transpose(gradient, order=order)
+        made = b.contract(*reader.placed(gradient, scaled), spec=reader.op.spec)
+        spare = next(c for c in "zyxwv" if c not in reader.out)
+        spec = "".join(spare if c == site.inner else theirs[c] for c in site.rows)
+        part = b.contract(site.x, small, spec=f"{spec},{spare}{wanted}->{reader.out}")
+        made = b.add(made, b.cast_to(b.add(b.cast_to(part, F32), vector), made.type.element))
+    reader.op.result.replace_by(made)
+
+
+def is_part(value: Value) -> bool:
+    """Whether a value lies in one memory with others already; it cannot do so twice."""
+    return any(u.definition is Concat or (u.definition is Transpose and is_part(u.result)) for u in value.uses)
+
+
+def forget(value: Value) -> None:
+    """Erases the views of a value that nobody reads."""
+    for user in list(dict.fromkeys(value.uses)):
+        forget(user.results[0])
+        user.erase()
+
+
+def rows_of(op: Op, site: Site, reader: Reader) -> dict[str, str]:
+    """The reader's label of each of the product's rows."""
+    dims, out = seen(op.x)[1], parse_spec(site.product.spec)[2]
+    mine = list(range(len(dims)))  # of the reader's dimensions, which one of the norm's they are
+    for order in reader.orders:
+        mine = [mine[i] for i in order]
+    return {out[dims[m]]: c for m, c in zip(mine, reader.labels[0], strict=True) if m != 1}
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+def site_of(op: Op) -> Site | None:
+    """The products around a norm's gradient; None where others read it or it has none."""
+    made, dims = seen(op.x)
+    product = made.op
+    if product is None or product.definition is not Contract or product.addend is not None or product.wide:
+        return None
+    left, right, out = parse_spec(product.spec)
+    channel = out[dims[1]]
+    pair = [(product.lhs, left, product.rhs, right), (product.rhs, right, product.lhs, left)]
+    x, rows, weight, own = pair[0] if channel in right else pair[1]
+    if channel in rows or len(own) != 2 or {c for c in out if c != channel} != set(rows) - set(own):
+        return None
+    readers = readers_of(op.dx)
+    if not readers:
+        return None
+    inputs, weights = [], []
+    for reader in readers:
+        _, other = reader.labels
+        if len(other) == 2 and reader.channel in other and reader.channel not in reader.out:
+            inputs.append(reader)
+        elif len(reader.out) == 2 and reader.channel in reader.out and reader.channel not in other:
+            weights.append(reader)
+        else:
+            return None
+    if len(weights) != 1:
+        return None
+    site = Site(product, x, weight, own[0] == channel, tuple(inputs), weights[0])
+    return site if reads_alike(op, site) else None
+
+
+def readers_of(value: Value, orders: tuple[tuple[int, ...], ...] = ()) -> list[Reader]:
+    """The products that read a gradient through transposes; none where anybody else does."""
+    found: list[Reader] = []
+    for user in dict.fromkeys(value.uses):
+        if user.definition is Transpose:
+            below = readers_of(user.result, (*orders, user.order))
+            if not below:
+                return []
+            found += below
+        elif user.definition is Contract and user.addend is None and not user.wide:
+            sides = [n for n, v in enumerate(user.operands) if v is value]
+            if len(sides) != 1:
+                return []
+            found.append(Reader(user, orders, sides[0], ""))
+        else:
+            return []
+    return [named(reader, value.type.rank) if not reader.channel else reader for reader in found]
+
+
+def named(reader: Reader, rank: int) -> Reader:
+    """The reader with its label of the norm's channels."""
+    dims = list(range(rank))
+    for order in reader.orders:
+        dims = [dims[i] for i in order]
+    return Reader(reader.op, reader.orders, reader.side, reader.labels[0][dims.index(1)])
+
+
+def reads_alike(op: Op, site: Site) -> bool:
+    """Whether the weight's gradient is one of the same x, row by row."""
+    (mine, own), (theirs, other) = seen(site.x), seen(site.own.other)
+    if mine is not theirs:
+        return False
+    same = rows_of(op, site, site.own) | {site.inner: next(c for c in site.own.labels[1] if c in site.own.out)}
+    stored = {place: same[c] for place, c in zip(own, site.rows, strict=True)}
+    return all(stored[place] == c for place, c in zip(other, site.own.labels[1], strict=True))
+
+
+def seen(value: Value) -> tuple[Value, list[int]]:
+    """What a value is a transpose of, and for each of its dimensions which one of that it is."""
+    dims = list(range(value.type.rank))
+    while value.op is not None and value.op.definition is Transpose:
+        dims = [value.op.order[d] for d in dims]
+        value = value.op.operands[0]
+    return value, dims
+
+
+def why_not(op: Op, site: Site) -> str:
+    y, x = site.product.result.type, site.x.type
+    if y.element.bits != 16:
+        return "sums over products of 32 bits are slow"
+    if y.bytes < WIDER * x.bytes:
+        return "what the product reads is not much smaller than what it makes"
+    found = change(site)
+    if -found.bytes - found.saved < LEAST + RATE * found.flops:
+        return "it is too small to be worth some small kernels more"
+    if is_made_of(op.dy, site.product.result):
+        return "the gradient is computed from the product, which is read for it anyway"
+    return ""
+
+
+def change(site: Site) -> Change:
+    """Readers of y read x, which is written for them; y is not kept."""
+    y, x, readers = site.product.result.type.bytes, site.x.type.bytes, 1 + len(site.inputs)
+    inner = next(n for n, c in zip(site.x.type.shape, site.rows, strict=True) if c == site.inner)
+    return Change(bytes=(1 + readers) * (x - y), saved=-y, flops=2 * readers * inner * site.weight.type.size)
+
+
+def is_made_of(value: Value, product: Value) -> bool:
+    """Whether cheap ops make a value out of what a product makes, beside what products read from memory."""
+    pending, known = [value], set[Value]()
+    while pending:
+        one = pending.pop()
+        if one is product:
+            return True
+        if one in known or len(known) > LOOKED:
+            continue
+        known.add(one)
+        op = one.op
+        if op is None or op.name in ANCHORS or (one is not value and is_in_memory(one)):
+            continue
+        if op.definition is BatchNorm:
+            pending.append(op.x)
+        elif getattr(op.definition, "pointwise", False) or getattr(op.definition, "views", False):
+            pending += op.operands
+    return False
+
+
+def is_in_memory(value: Value) -> bool:
+    """Whether a product reads a value, through views or not."""
+    for user in value.uses:
+        if user.name in ANCHORS or (getattr(user.definition, "views", False) and is_in_memory(user.results[0])):
+            return True
+    return False
