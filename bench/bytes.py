@@ -2,8 +2,8 @@
 
 `python bench/bytes.py resnet50 gpt2@few ...` plans networks of bench/networks in bf16 and prints what moves, by family
 (norms, pointwise, pooling, ...) and by kernel, the heaviest beyond the bound first. Nothing is built or timed: every
-region that Triton or wgmma claims is taken to win by its first guess, cuDNN takes the attention and convolutions that it can,
-and pieces around tall products are chosen by their bytes and products at the speeds below. `--layer PATTERN` lists
+region that Triton or wgmma claims is taken to win by its first guess, cuDNN takes the attention and convolutions that
+it can, and pieces around products are chosen by their bytes and products at the speeds below. `--layer PATTERN` lists
 the kernels of some layers in the order in which they run, each with all that it reads and writes; `--rows N` says how
 many groups are shown, `--json FILE` keeps the figures. Kernels of a real step are chosen by the clock: it may differ.
 """

@@ -10,7 +10,7 @@ weight's gradient is made of is summed up on the way for that of a bias. Tall pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..ir.core import Op
@@ -30,17 +30,21 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
     wide = [op for op in fuser.nodes if sizes_of(op) and not is_tall(op) and op.results[0].uses]
     wide = [op for op in wide if fuser.groups[op].members == [op]]
     orders = likely_orders(fuser.block)
-    for choices in (afters(fuser, wide), beside(fuser, wide)):
-        able = [c for c in choices if fuser.follows(c.new[0], lambda v: strides_of(v, orders))]
-        take_faster(fuser, heavy(fuser, able))
+
+    def able(choice: Choice) -> bool:
+        assert fuser.follows is not None
+        return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
+
+    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
+    take_faster(fuser, heavy(fuser, beside(fuser, wide, able)))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
 
 
-def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
-    """Kernels that read nothing large but a factor of a product, each with the last such product that stands alone:
-    the gradient of a weight, which comes after that of the input."""
+def beside(fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool]) -> Iterator[Choice]:
+    """Kernels that read nothing large but a factor of a product, each with the last product that stands alone and may
+    take it along."""
     met: set[int] = set()
     for op in reversed(products):
         own = fuser.groups[op]
@@ -61,7 +65,7 @@ def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                     continue
                 whole = piece_of([*own.members, *other.members], fuser.position)
                 choice = Choice(old, [whole], functools.partial(take_beside, fuser, own, other))
-                if choice.worth_it and not why_not(fuser, whole):
+                if choice.worth_it and not why_not(fuser, whole) and able(choice):
                     met.add(id(other))
                     yield choice
 
