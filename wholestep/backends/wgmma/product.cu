@@ -33,7 +33,7 @@ struct __align__(64) Map { u64 words[16]; };
 struct Args {
     Map a, b, in[NIN + 1], out[NOUT + 1];
     const void* vec[NVEC + 1];
-    float* part[NSUM + 1];
+    float* part[NSUM + 1];  // the last: sums of a factor
     void* end[NEND + 1];
     int m, n, k, group, begin[2];
 };
@@ -219,17 +219,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
-        } else if (ASIDE && (warp == 1 || warp == 2)) {  // 64 rows or columns each, where tiles begin with a factor's
+        } else if (ASIDE && (warp == 1 || warp == 2)) {  // 64 rows or columns each; tiles of the same share what is summed
             u32 stage = 0, phase = 0;
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
                 int row, column;
                 places.of(tile, row, column);
-                const bool own = ASIDE == 1 ? column == 0 : row == 0;
+                const int turns = ASIDE == 1 ? places.columns : places.rows;
+                int turn = ASIDE == 1 ? column : row;
                 float s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
                 for (int k = 0; k < steps; ++k) {
                     wait(full + 8 * stage, phase);
                     const u32 from = (ASIDE == 1 ? stages_a : stages_b) + stage * STAGE + (warp - 1) * (STAGE / 2);
-                    if (own)
+                    if (turn == 0)
 #pragma unroll 4
                         for (int r = lane / 8; r < BK; r += 4) {
                             u32 p[4];
@@ -243,15 +244,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     __syncwarp();
                     if (lane == 0) arrive(empty + 8 * stage);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
+                    turn = turn == 0 ? turns - 1 : turn - 1;
                 }
-                if (own) {
-                    const int first = (ASIDE == 1 ? row * BM : column * BN) + (warp - 1) * 64 + lane % 8 * 8;
+                const int first = (ASIDE == 1 ? row * BM : column * BN) + (warp - 1) * 64 + lane % 8 * 8;
+                const int length = ASIDE == 1 ? args.m : args.n, part = ASIDE == 1 ? column : row;
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 8);
-                        s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 16);
-                        if (lane < 8 && first + i < (ASIDE == 1 ? args.m : args.n)) aside(args, first + i, s + i);
-                    }
+                for (int i = 0; i < 8; ++i) {
+                    s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 8);
+                    s[i] += __shfl_xor_sync(0xFFFFFFFF, s[i], 16);
+                    if (lane < 8 && first + i < length) args.part[NSUM][(u64)part * length + first + i] = s[i];
                 }
             }
         }
@@ -402,22 +403,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
 
 // ---- sums over rows -------------------------------------------------------------------------------------------------
 
+// one sum over rows of partial sums, for 32 of `length`; whole in the threads of the first warp
+__device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[8][33]) {
+    const int x = threadIdx.x % 32, y = threadIdx.x / 32, at = blockIdx.x * 32 + x;
+    float s = 0;
+    if (at < length)
+        for (int r = y; r < rows; r += 8) s += part[(u64)r * length + at];
+    held[y][x] = s;
+    __syncthreads();
+    if (y == 0)
+        for (int r = 1; r < 8; ++r) s += held[r][x];
+    return s;
+}
+
 extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__ Args args) {
     __shared__ float held[NSUM + 1][8][33];
-    const int x = threadIdx.x % 32, y = threadIdx.x / 32, column = blockIdx.x * 32 + x;
-    const int rows = (args.m + BM - 1) / BM;
+    const int at = blockIdx.x * 32 + threadIdx.x % 32;
     float s[NSUM + 1];
 #pragma unroll
-    for (int i = 0; i < NSUM; ++i) {
-        s[i] = 0;
-        if (column < args.n)
-            for (int r = y; r < rows; r += 8) s[i] += args.part[i][(u64)r * args.n + column];
-        held[i][y][x] = s[i];
-    }
-    __syncthreads();
-    if (y || column >= args.n) return;
-#pragma unroll
-    for (int i = 0; i < NSUM; ++i)
-        for (int r = 1; r < 8; ++r) s[i] += held[i][r][x];
-    ending(args, column, s);
+    for (int i = 0; i < NSUM; ++i) s[i] = added_up(args.part[i], (args.m + BM - 1) / BM, args.n, held[i]);
+    if (threadIdx.x < 32 && at < args.n) ending(args, at, s);
+}
+
+extern "C" __global__ void __launch_bounds__(256) finish_aside(const __grid_constant__ Args args) {
+    __shared__ float held[8][33];
+    const Places places(args);
+    const int at = blockIdx.x * 32 + threadIdx.x % 32, length = ASIDE == 1 ? args.m : args.n;
+    const float s = added_up(args.part[NSUM], ASIDE == 1 ? places.columns : places.rows, length, held);
+    if (threadIdx.x < 32 && at < length) aside(args, at, &s);
 }

@@ -310,7 +310,9 @@ class Product:
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
-        return tuple(Spec((-(-self.m // ROWS), self.n), (self.n, 1), torch.float32) for _ in range(self.sums))
+        rows, columns = -(-self.m // ROWS), -(-self.n // (COLUMNS // self.parts))
+        shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
+        return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
 
     # ---- text --------------------------------------------------------------------------------------------------------
 

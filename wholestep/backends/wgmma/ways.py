@@ -107,7 +107,9 @@ class Launch:
         kernels = library.kernels_of(way.source, self.device)
         self.shared = self.product.bytes(self.shape)
         self.run = kernels.function("product", self.shared)
-        self.finish = kernels.function("finish") if self.product.sums else None
+        lengths = {"finish": self.product.n if self.product.sums else 0}
+        lengths["finish_aside"] = (0, self.product.m, self.product.n)[self.product.aside]
+        self.finish = [(kernels.function(name), -(-n // FINISHED)) for name, n in lengths.items() if n]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.grid = min(processors, self.product.tiles)
         self.pointers: tuple[int, ...] = ()
@@ -123,9 +125,8 @@ class Launch:
             self.place(pointers)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         library.launch(self.run, self.grid, THREADS, self.shared, stream, self.at)
-        if self.finish is not None:
-            columns = -(-self.product.n // FINISHED)
-            library.launch(self.finish, columns, FINISHING, 0, stream, self.at)
+        for finish, grid in self.finish:
+            library.launch(finish, grid, FINISHING, 0, stream, self.at)
 
     def op_by_op(self, tensors: Sequence[torch.Tensor]) -> None:
         from ..providers import copying, op_by_op
@@ -158,8 +159,9 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
     for tensors in (product.reads, product.writes):
         data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
-    for own in (map(pointer_of, product.vectors), scratch, map(pointer_of, product.ends)):
-        data += b"".join(p.to_bytes(8, "little") for p in (*own, 0))
+    partial = [*scratch, *([] if product.aside else [0])]
+    for own in ([*map(pointer_of, product.vectors), 0], partial, [*map(pointer_of, product.ends), 0]):
+        data += b"".join(p.to_bytes(8, "little") for p in own)
     numbers = (product.m, product.n, product.k, shape.group, *(*product.begins, 0)[:2])
     data += b"".join(n.to_bytes(4, "little") for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
