@@ -137,7 +137,7 @@ def planned(workload: Workload) -> Planned:
     with timed_by(Timing(why_modelled="nothing is timed")):
         transform(program.module, whatever(FIRST), levels=range(1, options.level + 1))
     take(program.module, [d.name for d in DEFAULTS if d.suits(options.level, "cuda", True)], (), GPU)
-    kept.cut(program.module)
+    kept.cut(program.module, limits=kept.WITHOUT_BUDGET)
     run_pipeline(program.module, "cse,dce")
     choose_attentions(program.module, GPU, tune=False)
     wgmma_ways.why_absent = lambda: ""  # (as if the GPU were here)

@@ -291,7 +291,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             chosen = policy_named(options.policy)
             recipe += transform(program.module, chosen, forbid=forbid, levels=levels, device=device)
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
-        recipe += kept.cut(program.module, not_fused(options.forbid))
+        quick = device.type == "cuda" and options.memory_budget is None
+        recipe += kept.cut(program.module, not_fused(options.forbid), kept.WITHOUT_BUDGET if quick else None)
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     timed = 0.0 if layout_clock is None else layout_clock.close()
     attentions = attentions_of(step, program, device)

@@ -72,10 +72,10 @@ def test_the_libraries_below_a_provider_compete_with_it() -> None:
     def on_gpu(*names: str) -> list[str]:
         return [p.name for p in providers_for(torch.device("cuda"), names or None)]
 
-    assert on_gpu("aten", "triton") == on_gpu() == ["aten", "cublas", "cudnn", "triton"]
+    assert on_gpu("aten", "triton") == on_gpu() == ["aten", "cublas", "cudnn", "triton", "wgmma"]
     assert on_gpu("aten") == ["aten"]  # every op through PyTorch
-    assert on_gpu("triton", "cudnn", "aten") == ["triton", "cudnn", "aten", "cublas"]
-    assert on_gpu("triton", "inductor") == ["triton", "inductor"]
+    assert on_gpu("triton", "cudnn", "aten") == ["triton", "wgmma", "cudnn", "aten", "cublas"]
+    assert on_gpu("triton", "inductor") == ["triton", "wgmma", "inductor"]
 
 
 def test_providers_that_have_nothing_for_a_device_are_told() -> None:

@@ -9,8 +9,8 @@ What counts is bytes: those that are kept, and those that computing again moves 
 - A value that forward writes to memory in any case, because a product reads it, is cheaper to keep than one that would
   be written for backward alone (`writes`). One that a convolution of backward reads has to be written again
   (`rewrites`), and so has one that a product reads (`products`), unless that waits for memory and can compute it while
-  it reads (`tall_products.py`). For a product that costs more than its bytes of memory: such a value, an activation or
-  what a norm gives, is kept, and a budget of memory takes it back.
+  it reads (`tall_products.py`). On a GPU, where memory is fast and there is no budget, such a value, an activation or
+  what a norm gives, is kept instead (`WITHOUT_BUDGET`).
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
   other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
@@ -82,8 +82,12 @@ class Limits:
     joined: int = 1
     writes: float = 0.25
     rewrites: float = 0.5
-    products: float = 1.25
+    products: float = 0.5
     least: int = 4096  # values of fewer bytes are kept for nothing
+
+
+#: where bytes that move count more than those that are kept
+WITHOUT_BUDGET = Limits(products=1.25)
 
 
 def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
