@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread per worker, few garbage collections, and a loud word where a judge is absent."""
+"""What every test shares: one torch thread per worker, few garbage collections, a loud word where a judge is absent."""
 
 from __future__ import annotations
 
