@@ -7,8 +7,11 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PINS   := $(VENV)/pins.txt
 PIP    := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
-# Two workers, one thread each: torch would otherwise start a pool of threads in every worker.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+# Two workers, one thread each: torch would otherwise start a pool of threads in every worker. Bytecode is kept in $(VENV),
+# also where the environment forbids it or packages cannot be written: tests start many interpreters, and each would
+# compile all of torch that it imports.
+BYTECODE := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
+PYTEST := $(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 .PHONY: help demo test pytest lint ruff types format docs coverage-docs bench-ir doctor clean
 

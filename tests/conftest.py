@@ -1,7 +1,8 @@
-"""What every test shares: one torch thread per worker, and a loud word where a judge we did not write is absent."""
+"""What every test shares: one torch thread per worker, few garbage collections, a loud word where a judge is absent."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ NO_MLIR_OPT = "mlir-opt-22 is not on the PATH (Debian package mlir-22-tools): st
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is imported and collected stays: walking over it finds nothing
     os.environ.setdefault("WHOLESTEP_PROVIDERS", "aten")  # tests of generated kernels ask for them
     if "WHOLESTEP_CACHE" not in os.environ:  # what users have measured stays out of it, and workers share one
         os.environ["WHOLESTEP_CACHE"] = tempfile.mkdtemp(prefix="wholestep-tests-")
@@ -26,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)  # a compile makes a million objects; Python's 700 would be a tenth of every test
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from . import machine
 from .backends.attentions import Decision, choose_attentions
 from .backends.choose import Choices, choices_for
+from .backends.kernels import Kernels
 from .backends.layouts import PATIENCE, LayoutClock
 from .backends.progress import Bar
 from .backends.providers import providers_for, why_nothing_is_fused
@@ -376,13 +377,14 @@ def late_executable(
         )
     parts, laid = late_updates(program, beside), laid_by_step(program)
     others = Wishes(forbid=wishes.forbid)  # what is asked of kernels is asked of the program that runs again and again
-    first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid)
+    traced = Kernels(device)  # the programs have most of their calls in common
+    first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid, traced)
     found = {} if first.static is None else kept_strides(first.static.plan, parts.first.slots)
     if found:
-        first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid | found)
+        first = made_ready(step, parts.first, plan, {}, recipe, batch, others, laid | found, traced)
     laid |= found
-    update = made_ready(step, parts.update, plan, {}, recipe, batch, others, laid)
-    both = made_ready(step, parts.both, plan, seconds, recipe, batch, wishes, laid)
+    update = made_ready(step, parts.update, plan, {}, recipe, batch, others, laid, traced)
+    both = made_ready(step, parts.both, plan, seconds, recipe, batch, wishes, laid, traced)
     wishes.check(both.fusions)
     for each in (first, update):
         for name, spent in each.seconds.items():
@@ -406,8 +408,10 @@ def made_ready(
     batch: Any,
     wishes: Wishes,
     laid: Mapping[tuple[Any, ...], tuple[int, ...]] | None = None,
+    traced: Kernels | None = None,
 ) -> Compiled:
-    """A program with its plan. laid: how arguments lie that the step lays out itself, if the program does not say."""
+    """A program with its plan. laid: how arguments lie that the step lays out itself, if the program does not say.
+    traced: ATen's kernels of other programs of the step."""
     start = time.perf_counter()
     device = device_of(step.model, step.loss_fn)
     numbers = host_numbers(program, step.optimizer)
@@ -415,7 +419,9 @@ def made_ready(
     laid = laid_by_step(program) if laid is None else laid
 
     def plan_for(strides: list[Any]) -> Planned:
-        return planned_function(program.function, device, numbers, strides, choices=choices, wishes=wishes)
+        return planned_function(
+            program.function, device, numbers, strides, choices=choices, wishes=wishes, kernels=traced
+        )
 
     static = None
     kernels = dict.fromkeys(("generate", "build", "measure"), 0.0) if choices is None else dict(choices.seconds)

@@ -131,6 +131,20 @@ def test_what_decides_by_data_runs_as_a_whole() -> None:
     assert why and [s.kind for s in kernel.steps] == [NEW]
 
 
+def test_one_mode_traces_all_calls_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a call that broke off inside of it: the next is traced as in a mode of its own."""
+    made: list[kernels.FakeTensorMode] = []
+    real = kernels.FakeTensorMode
+    monkeypatch.setattr(kernels, "FakeTensorMode", lambda: made.append(real()) or made[-1])
+    known = kernels.Kernels(CPU)
+    given = [Operand(spec(3), "cpu")], [spec(3)], CPU
+    first, broken, again = (
+        trace(run, *given, known.mode) for run in (torch.exp, lambda x: x + float(x.sum()), torch.exp)
+    )
+    assert broken[1] and len(made) == 1
+    assert first == again == trace(torch.exp, *given) and not first[1] and len(made) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["replication_pad2d", "reflection_pad2d_backward", "adaptive_avg_pool2d", "max_unpool2d"]
 )

@@ -14,6 +14,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.capture.opinfo import quick_samples
 from wholestep.backends.kernels import COPY, FILL, NEW, OUT, VIEW, Kernel, Operand, Ref, Spec, replaced, trace
 
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ def test_samples_of_torch(backward: bool) -> None:
     compared = 0
     for op in CHOSEN:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), quick_samples():
                 warnings.simplefilter("ignore")
                 samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=backward))
         except Exception:  # not for this type

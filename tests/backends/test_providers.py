@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from wholestep.backends.providers import (
     Progress,
     Provider,
     Region,
+    Triton,
     distinct_bytes,
     known_providers,
     op_by_op,
@@ -291,6 +293,15 @@ def test_without_a_compiler_aten_runs_everything_and_one_line_says_so(monkeypatc
         step = ws.compile(model, nn.MSELoss(), optimizer, batch, providers=["aten", "cpp"])
     assert step.choices is None and {launch.provider for launch in step.plan().launches} <= {"aten", "host", "choose"}
     assert len({str(w.message) for w in told}) == 1
+
+
+def test_without_triton_one_line_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, find = type("Here", (Triton,), {"name": "here", "devices": ("cpu",)}), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+    model = fresh(lambda: nn.Linear(4, 3))
+    with registered(here), pytest.warns(UserWarning, match="package triton is not installed.*: ATen runs") as told:
+        step = ws.compile(model, lambda m, x: m(x).sum(), sgd(model), (data(2, 4),), providers=["aten", "here"])
+    assert step.choices is None and len(told) == 1
 
 
 MINE = """

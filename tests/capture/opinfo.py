@@ -6,6 +6,7 @@ by us and compared with eager PyTorch and its autograd. `examine` sums the sampl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -195,10 +196,22 @@ def in_place_of(method: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@contextlib.contextmanager
+def quick_samples() -> Iterator[None]:
+    """Samples without what takes longer than making them: generators of devices that are not there are not seeded, and
+    torch does not search the whole stack, source lines and all, for the test that asks."""
+    utils = "torch.testing._internal.common_utils"
+    with (
+        mock.patch(f"{utils}.set_rng_seed", lambda number=None: seed(number or 0)),
+        mock.patch(f"{utils}.extract_test_fn", lambda: None),
+    ):
+        yield
+
+
 def samples_of(info: Any, dtype: torch.dtype, grad: bool, limit: int) -> list[Any]:
     seed()
     try:
-        with mock.patch("torch.testing._internal.common_utils.set_rng_seed", lambda number=None: seed(number or 0)):
+        with quick_samples():
             return spread(info.sample_inputs("cpu", dtype, requires_grad=grad), limit)
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return []  # samples that cannot be made for this type here

@@ -438,16 +438,22 @@ class Operand:
 
 
 def trace(
-    run: Callable[..., Any], operands: Sequence[Operand], results: Sequence[Spec], device: torch.device
+    run: Callable[..., Any],
+    operands: Sequence[Operand],
+    results: Sequence[Spec],
+    device: torch.device,
+    mode: FakeTensorMode | None = None,
 ) -> tuple[Kernel, str]:
     """The kernel of a call, and why it could not be traced where it is run as a whole ("" where it was).
 
-    `results` say shape and type of each result; where the call does not choose, they lie as given here.
+    `results` say shape and type of each result; where the call does not choose, they lie as given here. A mode that is
+    given is used again: a new one costs more than many a call, since it writes down the whole stack.
     """
+    mode = mode or FakeTensorMode()
     try:
-        first = record(run, operands, device, *_SENTINELS[0])
+        first = record(run, operands, device, mode, *_SENTINELS[0])
         if any(o.spec is None for o in operands):
-            same_steps(first, record(run, operands, device, *_SENTINELS[1]))
+            same_steps(first, record(run, operands, device, mode, *_SENTINELS[1]))
         return finish(first[0], first[1], operands, results), ""
     except Exception as error:  # it decides by data, or no kernel without memory is known: it still runs as it is
         reason = str(error) or type(error).__name__
@@ -455,11 +461,16 @@ def trace(
 
 
 def record(
-    run: Callable[..., Any], operands: Sequence[Operand], device: torch.device, base: float, stride: float
+    run: Callable[..., Any],
+    operands: Sequence[Operand],
+    device: torch.device,
+    mode: FakeTensorMode,
+    base: float,
+    stride: float,
 ) -> tuple[_Recorder, list[torch.Tensor]]:
     numbers = {base + stride * i: i for i, o in enumerate(operands) if o.spec is None}
     recorder = _Recorder(device, numbers)
-    with FakeTensorMode(), torch.no_grad():
+    with mode, torch.no_grad():
         given: list[Any] = []
         for i, operand in enumerate(operands):
             if operand.spec is None:
@@ -585,6 +596,7 @@ class Kernels:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.mode = FakeTensorMode()
         self.known: dict[Any, Kernel] = {}
         #: names of ops whose calls could not be traced, and why
         self.untraced: dict[str, str] = {}
@@ -601,7 +613,7 @@ class Kernels:
         key = (op.definition, attribute_key(op), constants, tuple(operands), tuple(results), used)
         found = self.known.get(key)
         if found is None:
-            found, why = trace(run, operands, results, self.device)
+            found, why = trace(run, operands, results, self.device, self.mode)
             self.known[key] = found
             if why:
                 self.untraced[op.name] = why

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import platform
+import re
+import subprocess
 
 import pytest
 import torch
 
 from tests.dialects.loop.programs import Drawn
 from wholestep.backends import cpp
+from wholestep.backends.cpp.compiler import header, working_compiler
 from wholestep.backends.cpp.nest import Options
 from wholestep.backends.generated import overwritable
 from wholestep.dialects.loop import FUNCTIONS, REDUCTIONS, NoSchedule, schedule
@@ -451,6 +455,25 @@ def test_conditions_of_outer_loops_make_no_branches():
     case = CASES["pointwise pad channels last"]
     for candidate in cpp.candidates(case.function, case.specs):
         assert "either(" in candidate.source and "? get(" not in candidate.source
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it looks for instructions of x86-64")
+@pytest.mark.parametrize("name", ["pointwise", "rows", "columns"])
+def test_loops_become_vector_instructions(name):
+    """gelu in polynomials, a softmax of rows and sums of columns: many elements are multiplied at once, in threads."""
+    body = {
+        "pointwise": lambda b, x: b.gelu(x),
+        "rows": lambda b, x: b.softmax(x, dim=1),
+        "columns": lambda b, x: b.sum(b.mul(x, x), dims=(0,)),
+    }[name]
+    case = step([T(4096, 1024)], body)
+    using, candidate = working_compiler(), cpp.candidates(case.function, case.specs)[0]
+    flags = [flag for flag in using.flags if flag != "-shared"]
+    source = f"{header()}\n{candidate.source}"
+    made = subprocess.run([using.command, *flags, "-S", "-o", "-", "-"], input=source, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert re.search(r"\bv?mulps\b.*%[xyz]mm|\bvfn?madd\d+ps\b", made.stdout)
+    assert "GOMP_parallel" in made.stdout or "__kmpc_fork_call" in made.stdout
 
 
 def loss_and_gradient(reduction):

@@ -11,6 +11,7 @@ import re
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from tests import warm
 from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
 from wholestep.backends.kernels import Spec
-from wholestep.backends.triton import compiling, generate, scalars, worker
+from wholestep.backends.triton import compiling, generate, launch, scalars, worker
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.errors import InputError
 from wholestep.ir.core import Op
@@ -132,6 +133,26 @@ def test_a_broken_kernel_does_not_stop_the_others():
     infos = generate.compile_for([broken, good])
     assert "sotre" in str(infos["b"])
     assert not isinstance(infos[good.key], Exception)
+
+
+def test_what_needs_more_than_a_gpu_has_is_left_out_before_it_runs(monkeypatch):
+    """Out of shared memory or registers: on a stand-in for a GPU with 4 KB of shared memory."""
+    driver = pytest.importorskip("triton.runtime").driver
+    properties = lambda device: {"max_shared_mem": 4096}  # noqa: E731
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=SimpleNamespace(get_device_properties=properties)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernels = [first([T(n)], lambda b, x: b.neg(x)) for n in (64, 65, 66, 67)]
+    of = lambda spills, shared: compiling.CompileInfo(0.0, 32, spills, shared)  # noqa: E731
+    needs = [of(0, 4096), of(0, 4097), of(launch.MOST_SPILLS + 1, 0), compiling.CompileError("refused")]
+    monkeypatch.setattr(launch, "compile_for", lambda made, *_: {k.key: n for k, n in zip(made, needs, strict=True)})
+    monkeypatch.setattr(launch, "Launch", lambda candidate, capability: (candidate.key, capability))
+    fits, shared, spilled, refused = launch.native(kernels, None).values()
+    assert fits == (kernels[0].key, 90) and str(refused) == "refused"
+    assert isinstance(shared, launch.Unfit) and isinstance(spilled, launch.Unfit)
+    assert str(shared) == "it needs 4097 bytes of shared memory where 4096 are"
+    assert "bytes per thread do not fit into registers" in str(spilled)
 
 
 def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch):
