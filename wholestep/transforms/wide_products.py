@@ -61,7 +61,7 @@ def beside(fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool])
                 large = {base(v) for v in old[1].inputs if v.type.bytes >= again.LEAST}
                 if large != {value} or any(v.type.bytes >= again.LEAST for v in old[1].outputs):
                     continue
-                if again.is_forbidden(fuser, value, own) or apart(fuser, own, other):
+                if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
                     continue
                 whole = piece_of([*own.members, *other.members], fuser.position)
                 choice = Choice(old, [whole], functools.partial(take_beside, fuser, own, other))

@@ -1,0 +1,103 @@
+"""Wide products take along what reads their results or sums up a factor, where somebody runs that and it is faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transforms.test_fuse import program, root_of
+from tests.transforms.test_tall_products import Clock
+from wholestep.dialects.step import torch_dtype
+from wholestep.ir import BF16, F32, TensorType, verify
+from wholestep.ir.builtin import lookup
+from wholestep.ir.core import Op, Value
+from wholestep.runtime.executor import Executable
+from wholestep.transforms import again, tall_products
+from wholestep.transforms.fuse import dissolve, fuse
+from wholestep.transforms.regions import Piece
+
+ROWS, WIDE, NARROW = 48, 40, 32
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "LEAST", 2048)
+    monkeypatch.setattr(tall_products, "LEAST", 0)
+
+
+def activation(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    y = b.contract(x, w, spec="mk,nk->mn")
+    return [y, b.gelu(y, approximate="tanh")]
+
+
+def gradient(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    d = b.gelu_grad(b.contract(x, w, spec="mk,nk->mn"), pre, approximate="none")
+    return [d, b.sum(b.cast(d, dtype=F32), dims=(0,))]
+
+
+def weight(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    """The gradient of an input, that of a weight, and that of a bias."""
+    dx = b.contract(pre, w, spec="mn,nk->mk")
+    return [dx, b.contract(pre, x, spec="mn,mk->nk"), b.sum(b.cast(pre, dtype=F32), dims=(0,))]
+
+
+def of(build: Any) -> Op:
+    shapes = [(ROWS, NARROW), (WIDE, NARROW), (ROWS, WIDE)]
+    return program([TensorType(s, BF16) for s in shapes], build)
+
+
+def joined(function: Op, clock: Clock, able: Any) -> list[list[str]]:
+    """The ops of kernels with a product; results stay as they were."""
+    torch.manual_seed(0)
+    types = [v.type for v in function.regions[0].block.arguments]
+    inputs = [(torch.randn(t.shape) / 4).to(torch_dtype(t.element)) for t in types]
+    wanted = Executable(function)(inputs)
+    fuse(function, seconds=clock, follows=able)
+    verify(root_of(function))
+    kernels = [[o.name for o in r.regions[0].block if not o.definition.terminator] for r in bodies_of(function)]
+    dissolve(function, lambda op: True)
+    for got, want in zip(Executable(function)(inputs), wanted, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=2e-2, atol=2e-2)
+    return [names for names in kernels if "step.contract" in names]
+
+
+def bodies_of(function: Op) -> list[Op]:
+    block = function.regions[0].block
+    return [lookup(root_of(function), op.callee) for op in block if op.name == "step.fused"]
+
+
+def anything(piece: Piece, strides: Any) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(("build", "op"), [(activation, "step.gelu"), (gradient, "step.gelu_grad")])
+def test_what_reads_a_product_is_taken_along(build: Any, op: str) -> None:
+    (names,) = joined(of(build), Clock(), anything)
+    assert op in names
+
+
+@pytest.mark.parametrize(
+    ("clock", "able"), [(Clock(faster=False), anything), (Clock(), lambda *_: False), (Clock(), None)]
+)
+@pytest.mark.parametrize("build", [activation, gradient, weight])
+def test_not_where_it_is_slower_or_nobody_runs_it(build: Any, clock: Clock, able: Any) -> None:
+    assert joined(of(build), clock, able) == []
+
+
+def test_a_sum_goes_with_the_product_that_may_take_it() -> None:
+    def able(piece: Piece, strides: Any) -> bool:
+        return any(op.name == "step.contract" and op.spec == "mn,mk->nk" for op in piece.ops)
+
+    (names,) = joined(of(weight), Clock(), able)
+    assert "step.sum" in names
+
+
+def test_what_needs_the_product_by_another_way_stays_apart() -> None:
+    def build(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+        y = b.contract(x, w, spec="mk,nk->mn")
+        total = b.sum(b.contract(y, pre, spec="mn,mk->nk"), dims=(0, 1))  # of what the product makes
+        return [b.mul(y, total)]
+
+    assert all("step.mul" not in names for names in joined(of(build), Clock(), anything))
