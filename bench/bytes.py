@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -140,10 +141,10 @@ def planned(workload: Workload) -> Planned:
     kept.cut(program.module, limits=kept.WITHOUT_BUDGET)
     run_pipeline(program.module, "cse,dce")
     choose_attentions(program.module, GPU, tune=False)
-    wgmma_ways.why_absent = lambda: ""  # (as if the GPU were here)
     choices = Guessed(GPU, providers_for(GPU, ("aten", "triton")))
     strides = argument_strides(program, step, batch, laid_by_step(program))
-    return planned_function(program.function, GPU, host_numbers(program, optimizer), strides, choices=choices)
+    with patch.object(wgmma_ways, "why_absent", return_value=""):  # as if the GPU were here
+        return planned_function(program.function, GPU, host_numbers(program, optimizer), strides, choices=choices)
 
 
 # ---- what is beyond the bound ----------------------------------------------------------------------------------------
@@ -236,11 +237,13 @@ def type_of(ledger: Ledger, buffer: int) -> str:
 
 
 def families(movement: Movement, groups: Sequence[Group]) -> dict[str, int]:
-    """Bytes beyond the bound by family, the most first. The update must read and write its state."""
+    """Bytes beyond the bound by family, the most first. The update must read and write its state. What heavy ops read
+    and write more or less than they did when the step was captured is a family too."""
     found: Counter[str] = Counter()
     for group in groups:
         found[group.family] += group.beyond
-    found["updates"] -= sum(movement.ledger.state)
+    found["updates"] -= movement.bound.state_read + movement.bound.state_written
+    found["other heavy ops"] += sum(group.least for group in groups) - movement.bound.heavy
     return dict(found.most_common())
 
 

@@ -16,7 +16,7 @@ from tests.backends.wgmma import host
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import Region, op_by_op, providers_for
 from wholestep.backends.triton.scalars import NoText
-from wholestep.backends.wgmma import ways
+from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED, product_of
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import torch_dtype
@@ -210,6 +210,45 @@ def test_it_competes_where_triton_does() -> None:
     assert "wgmma" in names
     assert "wgmma" not in [p.name for p in providers_for(torch.device("cuda"), ["triton"])]
     assert "wgmma" not in [p.name for p in providers_for(torch.device("cpu"), None)]
+
+
+def test_other_gpus_and_missing_compilers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = region_of([TensorType((4096, 1024), BF16), TensorType((1024, 1024), BF16)], CASES["mk,nk->mn"][1], "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert ways.why_not(region) == "the GPU is no Hopper GPU" and not ways.is_wide(region)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(library, "driver", object)
+    monkeypatch.setattr(library, "compiler", lambda: None)
+    assert "run-time compiler" in ways.why_not(region)
+    monkeypatch.setattr(library, "compiler", object)
+    assert not ways.why_not(region) and ways.is_wide(region)
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(source: str) -> bytes:
+        raise library.CudaError("product.cu(1): error: no")
+
+    monkeypatch.setattr(library, "compiled", refused)
+    region = region_of([TensorType((4096, 1024), BF16), TensorType((1024, 1024), BF16)], CASES["mk,nk->mn"][1], "cuda")
+    (made,) = ways.build(ways.ways(region)[:1])
+    assert isinstance(made, library.CudaError)
+
+
+def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps of both factors, of what is read and written with one more each, pointers, then six numbers."""
+    name = "gelu' (tanh), gelu again and sums of columns"
+    product = product_of(region_of(types_of(CASES[name][0], BF16), CASES[name][1]))
+    monkeypatch.setattr(library, "tensor_map", lambda pointer, *_: pointer.to_bytes(8, "little") + bytes(120))
+    shape = product.shape()
+    data = ways.arguments_of(product, shape, [1 << (10 + i) for i in range(7)])
+    maps = 2 + len(product.reads) + 1 + len(product.writes) + 1
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    assert [w for w in words[: 16 * maps] if w] == [1 << (10 + i) for i in (0, 1, 2, 3, 4)]
+    assert words[16 * maps : 16 * maps + 5] == [0, 1 << 16, 0, 1 << 15, 0]
+    numbers = data[128 * maps + 40 :]
+    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 24, 4)]
+    assert found == [product.m, product.n, product.k, shape.group, 0, 0] and len(data) % 64 == 0
 
 
 COMPILED = [
