@@ -12,13 +12,15 @@ from tests.plan.networks import Case
 from tests.runtime.runs import data
 from tests.transforms.test_fuse import program, root_of
 from wholestep.dialects.step import torch_dtype
+from wholestep.errors import InputError
+from wholestep.ir.builtin import module
 from wholestep.ir.core import Op, Value
 from wholestep.ir.passes import run_pipeline
 from wholestep.ir.types import BF16, F32, TensorType
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import through_norm
-from wholestep.transforms.opportunity import take, transform
+from wholestep.transforms.opportunity import check_patterns, take, transform
 from wholestep.transforms.through_norm import ThroughNorm
 
 NAMES = ("pointwise_convolution", "through_norm")
@@ -198,3 +200,12 @@ def test_a_gradient_that_needs_the_product_stays() -> None:
     take(case.program.module, NAMES[:1])
     ((_, why),) = ThroughNorm().places(case.program.function)
     assert why == "the gradient is computed from the product, which is read for it anyway"
+
+
+def test_it_can_be_forbidden_by_its_name_before_it_applies() -> None:
+    """What it applies to is there only once convolutions are products: its name is no misspelt pattern."""
+    check_patterns(module(), ["through_norm", "through_norm *"])
+    with pytest.raises(InputError, match="fits no opportunity"):
+        check_patterns(module(), ["through_norm step/nowhere/forward/contract#0"])
+    with pytest.raises(InputError, match="through_norm"):
+        check_patterns(module(), ["through_nrom"])

@@ -86,6 +86,13 @@ def test_not_where_it_is_slower_or_nobody_runs_it(build: Any, clock: Clock, able
     assert joined(of(build), clock, able) == []
 
 
+def test_what_the_clock_refuses_says_so() -> None:
+    function = of(activation)
+    fusion = fuse(function, seconds=Clock(faster=False), follows=anything)
+    (why,) = (why for pair, why in fusion.refusals.items() if "gelu" in pair[1])
+    assert why.startswith("measured: ") and why.endswith(" us apart")
+
+
 def test_a_sum_goes_with_the_product_that_may_take_it() -> None:
     def able(piece: Piece, strides: Any) -> bool:
         return any(op.name == "step.contract" and op.spec == "mn,mk->nk" for op in piece.ops)

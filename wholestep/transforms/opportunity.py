@@ -330,8 +330,12 @@ def apply_pattern(module: Op, pattern: str) -> list[str]:
 
 
 def check_patterns(module: Op, patterns: Sequence[str]) -> None:
-    """Refuses patterns that fit nothing: a misspelt `forbid` must not pass unseen."""
+    """Refuses patterns that fit nothing: a misspelt `forbid` must not pass unseen. The name of a transformation is
+    none: what it applies to may be there only after others."""
     for pattern in patterns:
+        name, _, site = pattern.partition(" ")
+        if name in _TRANSFORMATIONS and site in ("", "*"):
+            continue
         if not any(matches(o, [pattern]) for o in opportunities(module, names=meant(pattern))):
             raise InputError(f"forbid names {pattern!r}, which {fits_nothing(pattern)}")
 
