@@ -7,7 +7,6 @@ kernel adds up in a fixed order. A factor that lies along the result may be summ
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,7 +212,7 @@ class Product:
         """Writes what is made of finished sums to a vector along rows or columns."""
         access = self.walk.accesses[op]
         if access.guards or access.numbers or self.walk.access_dims(access) - self.product.groups[side]:
-            raise NoText("a finished sum is written elsewhere than along columns")
+            raise NoText("a finished sum is written along other dimensions than those it was made for")
         dtype = self.specs[access.argument].dtype
         if dtype not in NAMES:
             raise NoText("a finished sum is written as no float")
@@ -360,10 +359,6 @@ class Product:
     @property
     def inside(self) -> str:
         return "x < args.n" if self.ragged else "true"
-
-    @property
-    def name(self) -> str:
-        return hashlib.sha256(self.generated.encode()).hexdigest()[:8]
 
 
 #: two neighbours of a vector, or one number twice
