@@ -72,7 +72,7 @@ class Shape:
     group: int = 8
 
     def __str__(self) -> str:
-        return f"turns 128x128x64 s{self.stages} a{self.ahead} g{self.group}"
+        return f"s{self.stages} a{self.ahead} g{self.group}"
 
 
 class Wide(Contraction):
@@ -83,6 +83,9 @@ class Wide(Contraction):
 
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
+
+    #: whether the rows of its first factor are windows of an image (`windows.py`)
+    windowed = False
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
@@ -276,8 +279,18 @@ class Product:
     # ---- how much of it fits -----------------------------------------------------------------------------------------
 
     @property
+    def columns(self) -> int:
+        """Of a tile."""
+        return COLUMNS
+
+    @property
+    def moved(self) -> int:
+        """Elements of both factors and of the result."""
+        return self.m * self.n + self.m * self.k + self.n * self.k
+
+    @property
     def pieces(self) -> int:
-        return COLUMNS // self.parts // PIECE
+        return self.columns // self.parts // PIECE
 
     @property
     def sums(self) -> int:
@@ -287,7 +300,7 @@ class Product:
         """Shared memory of a block."""
         own = max(0, len(self.writes) - len(self.reads))
         slots = 2 * (len(self.reads) * shape.ahead + own * shape.depth) * SLOT
-        return 2 * shape.stages * STAGE + slots + 2 * self.sums * 1024 + 16 * shape.stages + 16
+        return shape.stages * STAGE * (ROWS + self.columns) // ROWS + slots + 2 * self.sums * 1024 + 16 * shape.stages + 16
 
     def shape(self) -> Shape | None:
         """As many stages as fit, with all read ahead that may be; None where there are too few."""
@@ -301,15 +314,15 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        return -(-self.m // ROWS) * -(-self.n // (COLUMNS // self.parts))
+        return -(-self.m // ROWS) * -(-self.n // (self.columns // self.parts))
 
     @property
     def ragged(self) -> bool:
-        return bool(self.m % ROWS or self.n % (COLUMNS // self.parts))
+        return bool(self.m % ROWS or self.n % (self.columns // self.parts))
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
-        rows, columns = -(-self.m // ROWS), -(-self.n // (COLUMNS // self.parts))
+        rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
         shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
         return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
 
@@ -327,6 +340,8 @@ class Product:
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
+            "WINDOW": int(self.windowed),
+            "BN": self.columns,
             "ASIDE": self.aside,
             "STAGES": shape.stages,
             "AHEAD": shape.ahead,
