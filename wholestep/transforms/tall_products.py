@@ -76,6 +76,13 @@ def has_small_windows(op: Op) -> bool:
     return op.name == "step.conv" and op.groups == 1 and op.w.type.shape[1] * op.w.type.shape[-1] <= ROW
 
 
+def has_wide_windows(op: Op) -> bool:
+    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows."""
+    if op.name != "step.conv" or op.groups > 1 or op.transposed or len(op.stride) != 2 or has_small_windows(op):
+        return False
+    return op.x.type.element.text in ("bf16", "f16")
+
+
 @dataclass(slots=True)
 class Choice:
     """Kernels as they are and as they would be; the second where it is measured to be faster."""
@@ -98,7 +105,10 @@ class Choice:
 
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
-    """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it."""
+    """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it. Of a
+    convolution as a product only who runs it can say more (`Fuser.follows`)."""
+    if any(has_wide_windows(op) for op in piece.ops):
+        return fuser.bodies.problem(piece)
     if any(has_small_windows(op) for op in piece.ops):
         return around.why_not(fuser, [op for op in piece.ops if around.is_work(op)])
     if not any(op.name == "step.contract" for op in piece.ops):

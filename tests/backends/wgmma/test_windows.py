@@ -28,8 +28,9 @@ from wholestep.ir.types import BF16, F32, ScalarType
 
 CASES: dict[str, tuple[list[Any], Build]] = {}
 case = case_in(CASES)
-#: rows, columns, images
+#: rows, columns, images; sizes of images that fill their tiles
 H, W, N = 9, 11, 3
+WHOLE = (8, 16)
 
 
 def window(stride: Any = 1, padding: Any = 1, dilation: Any = 1, **more: Any) -> dict[str, Any]:
@@ -68,9 +69,10 @@ def _(b, x, w, bias):
     return b.relu(b.conv(x, w, bias, **window()))
 
 
-for columns in (64, 136):
+for columns, image in ((64, (H, W)), (136, (H, W)), (64, WHOLE), (128, WHOLE)):
+    tiles = "whole tiles" if image == WHOLE else "tiles"
 
-    @case(f"statistics of {columns}", (N, 64, H, W), (columns, 64, 3, 3), ((columns,), F32))
+    @case(f"statistics of {tiles} of {columns}", (N, 64, *image), (columns, 64, 3, 3), ((columns,), F32))
     def _(b, x, w, running):
         y = b.conv(x, w, **window())
         apart = b.sub(b.cast(y, dtype=F32), b.reshape(running, shape=(1, running.type.shape[0], 1, 1)))
@@ -79,10 +81,10 @@ for columns in (64, 136):
         return [y, b.add(mean, running), b.rsqrt(b.add(b.maximum(spread, 0.0), 1e-5)), b.add(b.mul(running, 0.9), mean)]
 
     @case(
-        f"a gradient through relu of {columns}, with sums",
-        (N, 64, H, W),
+        f"a gradient through relu of {tiles} of {columns}, with sums",
+        (N, 64, *image),
         (columns, 64, 3, 3),
-        (N, H, W, columns),
+        (N, *image, columns),
         ((columns,), F32),
         ((columns,), F32),
     )
@@ -100,7 +102,7 @@ for columns in (64, 136):
 
 def laid(spec: Spec) -> Spec:
     """An image or a kernel channels-last; rows of a product, which have their channels last, as they are."""
-    last = len(spec.shape) == 4 and spec.shape[1:3] != (H, W)
+    last = len(spec.shape) == 4 and spec.shape[1:3] not in ((H, W), WHOLE)
     return replace(spec, strides=channels_last(spec.shape)) if last else spec
 
 
@@ -245,7 +247,7 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     assert len(data) % 64 == 0
 
 
-COMPILED = ["3x3", "3x3, half a tile of columns", *(name for name in CASES if "of 64" in name or "of 136" in name)]
+COMPILED = ["3x3", "3x3, half a tile of columns", *(name for name in CASES if "whole tiles" in name)]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: kernels are not compiled here")
