@@ -97,11 +97,12 @@ extern "C" void gather(
             int x = walk.x, y = walk.y, at = walk.image;
             for (int i = 0; i < 128; ++i) {
                 const long over = x + walk.over(*window), down = y + walk.down(*window);
-                const bool inside = over >= 0 && over < box->sizes[1] && down >= 0 && down < box->sizes[2] && at < box->sizes[3];
+                const bool across = over >= 0 && over < box->sizes[1] && down >= 0 && down < box->sizes[2];
                 for (int c = 0; c < BK; ++c) {
                     const int channel = walk.channel + c;
+                    const bool inside = across && at < box->sizes[3] && channel < box->sizes[0];
                     const long from = channel + over * box->strides[0] + down * box->strides[1] + at * box->strides[2];
-                    windows[(long)(row + i) * width + step * BK + c] = inside && channel < box->sizes[0] ? image[from] : 0;
+                    windows[(long)(row + i) * width + step * BK + c] = inside ? image[from] : 0;
                 }
                 if ((x += box->steps[0]) < box->sizes[1] + box->upper[0]) continue;
                 x = box->lower[0];

@@ -161,9 +161,7 @@ def test_in_f16_and_in_a_part_of_an_image(tmp_path: Path) -> None:
     region = convolution_of("3x3", ScalarType("f16"))
     wide = torch.randn(N, H, W, 128).half()
     image = wide[..., 64:].permute(0, 3, 1, 2)
-    region = replace(
-        region, operands=(Spec(image.shape, image.stride(), torch.float16), *region.operands[1:])
-    )
+    region = replace(region, operands=(Spec(image.shape, image.stride(), torch.float16), *region.operands[1:]))
     tensors = tensors_of(region)
     tensors[0] = image
     host.run(product_of(region), tensors, tmp_path)
@@ -208,9 +206,18 @@ def test_sizes_are_no_part_of_a_kernel() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_fits_into_shared_memory(name: str) -> None:
-    product = product_of(convolution_of(name))
-    shape = product.shape()
-    assert shape is not None and product.bytes(shape) <= SHARED and shape.stages >= 3
+    for way in ways.ways(convolution_of(name)):
+        assert way.product.bytes(way.shape) <= SHARED and way.shape.stages >= 3
+
+
+def test_weights_stay_where_they_fit() -> None:
+    """Of one column of tiles, up to 96 KB; the clock decides against fetching them for each tile."""
+    fits, wide, long = (
+        ways.ways(convolution_of(f"3x3{rest}"))
+        for rest in (", half a tile of columns", "", ", few columns and many channels")
+    )
+    assert [way.shape.stays for way in fits] == [True, False] and fits[0].name.endswith("stays")
+    assert not any(way.shape.stays for way in (*wide, *long))
 
 
 def test_a_map_of_windows_is_what_the_driver_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +260,13 @@ COMPILED = ["3x3", "3x3, half a tile of columns", *(name for name in CASES if "w
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: kernels are not compiled here")
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_without_spills(name: str, tmp_path: Path) -> None:
-    product = product_of(convolution_of(name))
-    source = tmp_path / "product.cu"
-    source.write_text(product.source(product.shape()))  # type: ignore[arg-type]
     options = ["-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v", "-o", "made.cubin"]
-    done = subprocess.run(["nvcc", *options, source.name], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("0 bytes spill stores") == 3, done.stderr
+    for way in ways.ways(convolution_of(name)):
+        source = tmp_path / "product.cu"
+        source.write_text(way.source)
+        done = subprocess.run(["nvcc", *options, source.name], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("0 bytes spill stores") == 3, done.stderr
 
 
 # ---- on a Hopper GPU -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 //
 // The first factor may be the windows of an image (WINDOW): row by row of the result, tap by tap, 64 channels at a time.
 // They are gathered by the copies themselves, which know how an image is walked; the tiles are then those of a product.
+// Where there is one column of tiles and all its weights fit, a block fetches them once (STAYS).
 //
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
@@ -16,7 +17,7 @@
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
 // ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
 // tiles reach over the edge), WINDOW, BN (columns of a tile: 128, or 64 with
-// WINDOW), ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
+// WINDOW), STAYS, ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
 // something to read), FACTOR (the type of factors).
 
 typedef unsigned int u32;
@@ -234,17 +235,18 @@ struct Places {
 extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = base + STAGES * (STAGE + STAGE_B);
-    const u32 sums = slots + 2 * (NIN * AHEAD + OWN * DEPTH) * SLOT, bars = sums + 2 * NSUM * 1024;
-    const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
-    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
-    const Places places(args);
 #if WINDOW
     const int steps = steps_of(args.window, args.k);
 #else
     const int steps = (args.k + BK - 1) / BK;
 #endif
+    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = stages_b + (STAYS ? steps : STAGES) * STAGE_B;
+    const u32 sums = slots + 2 * (NIN * AHEAD + OWN * DEPTH) * SLOT, bars = sums + 2 * NSUM * 1024;
+    const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    const Places places(args);
     if (threadIdx.x == 0) {
+        if (STAYS) make_barrier(beside + 16, 1);
         for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, ASIDE ? 6 : 4);
         make_barrier(beside, 1), make_barrier(beside + 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
@@ -254,6 +256,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (thread == 0) {
             u32 stage = 0, phase = 1;
+#if STAYS
+            expect(beside + 16, steps * STAGE_B);
+            Walk weights(args.window, 0);
+            for (int k = 0; k < steps; ++k, weights.next(args.window))
+                fetch(stages_b + k * STAGE_B, &args.b, beside + 16, weights.weight(args.window), 0);
+#endif
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
                 int row, column;
                 places.of(tile, row, column);
@@ -264,10 +272,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 for (int k = 0; k < steps; ++k) {
                     wait(empty + 8 * stage, phase);
                     const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE_B;
-                    expect(bar, STAGE + STAGE_B);
+                    expect(bar, STAGE + (STAYS ? 0 : STAGE_B));
 #if WINDOW
                     fetch_windows(a, &args.a, bar, args.window, walk);
-                    fetch(b, &args.b, bar, walk.weight(args.window), one);
+                    if (!STAYS) fetch(b, &args.b, bar, walk.weight(args.window), one);
                     walk.next(args.window);
 #else
                     if (ALONG_A) {
@@ -329,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         const u32 own = slots + group * (NIN * AHEAD + OWN * DEPTH) * SLOT, ready = beside + 8 * group;
         const int matrix = lane / 8, first = warp * 16 + (matrix & 1) * 8 + lane % 8;
         u32 turn = 0;
+        if (STAYS) wait(beside + 16, 0);
         if (group == 1) hand_over(1, 256);
         auto read_ahead = [&](int tile, int piece) {
             int row, column;
@@ -351,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             for (int k = 0; k < steps; ++k) {
                 wait(full + 8 * stage, phase);
                 const u64 a = matrix_at(stages_a + stage * STAGE, ALONG_A ? STAGE / 2 : 16);
-                const u64 b = matrix_at(stages_b + stage * STAGE_B, ALONG_B ? STAGE / 2 : 16);
+                const u64 b = matrix_at(stages_b + (STAYS ? k : stage) * STAGE_B, ALONG_B ? STAGE / 2 : 16);
                 settle(total[0]), settle(total[1]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

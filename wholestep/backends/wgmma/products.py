@@ -64,15 +64,17 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much of a block's memory goes where: stages of factors, pieces that are read ahead, places of results."""
+    """How much of a block's memory goes where: stages of factors, pieces that are read ahead, places of results.
+    stays: whether the second factor is fetched once, and stages are of the first."""
 
     stages: int
     ahead: int
     depth: int
     group: int = 8
+    stays: bool = False
 
     def __str__(self) -> str:
-        return f"s{self.stages} a{self.ahead} g{self.group}"
+        return f"s{self.stages} a{self.ahead} g{self.group}{' stays' if self.stays else ''}"
 
 
 class Wide(Contraction):
@@ -300,16 +302,20 @@ class Product:
         """Shared memory of a block."""
         own = max(0, len(self.writes) - len(self.reads))
         slots = 2 * (len(self.reads) * shape.ahead + own * shape.depth) * SLOT
-        return shape.stages * STAGE * (ROWS + self.columns) // ROWS + slots + 2 * self.sums * 1024 + 16 * shape.stages + 16
+        return self.factors(shape) + slots + 2 * self.sums * 1024 + 16 * shape.stages + 24
 
-    def shape(self) -> Shape | None:
+    def factors(self, shape: Shape) -> int:
+        """Shared memory for tiles of factors."""
+        return shape.stages * STAGE * (ROWS + self.columns) // ROWS
+
+    def shape(self, stays: bool = False) -> Shape | None:
         """As many stages as fit, with all read ahead that may be; None where there are too few."""
         for ahead in range(self.pieces, 0, -1):
             for stages in range(ENOUGH, FEWEST, -1):
-                shape = Shape(stages, ahead, 1)
+                shape = Shape(stages, ahead, 1, stays=stays)
                 if self.bytes(shape) <= SHARED:
                     return shape
-        shape = Shape(FEWEST, 1, 1)
+        shape = Shape(FEWEST, 1, 1, stays=stays)
         return shape if self.bytes(shape) <= SHARED else None
 
     @property
@@ -342,6 +348,7 @@ class Product:
             "RAGGED": int(self.ragged),
             "WINDOW": int(self.windowed),
             "BN": self.columns,
+            "STAYS": int(shape.stays),
             "ASIDE": self.aside,
             "STAGES": shape.stages,
             "AHEAD": shape.ahead,

@@ -77,9 +77,11 @@ class Way:
 
 def ways(region: Region) -> list[Way]:
     product = product_of(region)
-    shape = product.shape()
+    shape, kept = product.shape(), product.shape(stays=True) if product.windowed else None
     assert shape is not None
-    shapes = [shape, replace(shape, group=16)] if product.tiles > 512 else [shape]
+    shapes = [shape] if kept is None else [kept, shape]
+    if product.tiles > 512 and product.n > product.columns:  # (one column of tiles is walked in one order)
+        shapes.append(replace(shape, group=16))
     return [Way(region, product, s) for s in shapes]
 
 

@@ -23,13 +23,15 @@ from ..kernels import Spec
 from ..triton.scalars import NoText
 from . import products
 from .library import Gathering
-from .products import ALIGNMENT, COLUMNS, PIECE, SUMMED, Place, Product
+from .products import ALIGNMENT, COLUMNS, PIECE, STAGE, SUMMED, Place, Product, Shape
 
 if TYPE_CHECKING:
     from ..providers import Region
 
 #: what a map of windows can say: corners of 8 bits with a sign, taps of 8 bits without, steps
 CORNERS, TAPS, STEPS = (-128, 127), 255, 8
+#: bytes of weights that may stay with a block
+KEPT = 96 * 1024
 #: the share of a step's channels that must be there
 FILLED = 0.5
 
@@ -52,6 +54,18 @@ class Convolution(Product):
     @property
     def columns(self) -> int:
         return PIECE if self.n <= PIECE else COLUMNS
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights of one column of tiles, with what fills their steps."""
+        channels = self.image.shape[1]
+        return self.k // channels * -(-channels // SUMMED) * SUMMED * self.columns * self.image.dtype.itemsize
+
+    def factors(self, shape: Shape) -> int:
+        return shape.stages * STAGE + self.weights if shape.stays else super().factors(shape)
+
+    def shape(self, stays: bool = False) -> Shape | None:
+        return None if stays and (self.n > self.columns or self.weights > KEPT) else super().shape(stays)
 
     @property
     def moved(self) -> int:
