@@ -157,14 +157,14 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
             fuser.refuse(*choice.pair, why, choice.saved)
 
 
-def heavy(fuser: Fuser, found: Iterable[Choice]) -> list[Choice]:
-    """The choices that save many bytes together with those that are like them."""
+def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:
+    """The choices that save many bytes together with those that are like them, or so many at least."""
     choices = list(found)
     kinds = [tuple(id(fuser.bodies(p)) for p in (*c.old, *c.new)) for c in choices]
     saved = dict.fromkeys(kinds, 0)
     for kind, choice in zip(kinds, choices, strict=True):
         saved[kind] += choice.saved
-    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= LEAST]
+    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= (LEAST if least is None else least)]
 
 
 # ---- before a product ------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ from .tall_products import (
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
+#: bytes that all kernels that are alike must save to be worth measuring: few, since other sizes are the same kernel
+LEAST = 1 << 25
+
 
 def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Joins wide products with their neighbours; gives all kernels."""
@@ -47,7 +50,7 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
         assert fuser.follows is not None
         return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
 
-    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
+    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide)), LEAST))
     take_faster(fuser, heavy(fuser, beside(fuser, products, able)))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
