@@ -232,7 +232,7 @@ def test_a_map_of_windows_is_what_the_driver_asks_for(monkeypatch: pytest.Monkey
     assert plain[0] == "cuTensorMapEncodeIm2col" and plain[1] % 64 == 0
     assert plain[2:5] == [9, 4, 4096]
     assert plain[5:7] == [[64, W, 12, N], [128, 128 * W, 128 * W * 12]]
-    assert plain[7:9] == [[-1, -3], [1 - 2, 3 - 6]]
+    assert plain[7:9] == [[-1, -3], [(6 - 1) * 2 + 1 - W - 1, (12 - 1) + 1 - 12 - 3]]
     assert plain[9:12] == [64, 128, [1, 2, 1, 1]]
     assert plain[12:] == [0, 3, 3, 0]
     assert [type(g)._type_ for g in given[5:9]] == [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_int]

@@ -75,15 +75,9 @@ class Convolution(Product):
     def gathering(self) -> Gathering:
         """How windows lie in the image."""
         (n, c, h, w), laid = self.image.shape, strides_of(self.image)
-        (top, left), (bottom, right) = self.op.padding, self.op.padding_after or self.op.padding
-        down, over = reach_of(self.op)
-        return Gathering(
-            (c, w, h, n),
-            (laid[3], laid[2], laid[0]),
-            (-left, -top),
-            (right - over, bottom - down),
-            (self.op.stride[1], self.op.stride[0]),
-        )
+        lower, upper = corners_of(self.op)
+        strides = (laid[3], laid[2], laid[0])
+        return Gathering((c, w, h, n), strides, lower, upper, (self.op.stride[1], self.op.stride[0]))
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -93,10 +87,12 @@ class Convolution(Product):
         return (self.image.shape[1], taps, *out, *op.stride, *op.padding, *op.dilation)
 
 
-def reach_of(op: Op) -> tuple[int, int]:
-    """From the first to the last tap of a window: rows, and along a row."""
-    down, over = (d * (n - 1) for d, n in zip(op.dilation, op.w.type.shape[2:], strict=True))
-    return down, over
+def corners_of(op: Op) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The box that windows begin in, from the corners of the image: along a row, then from row to row. It ends with the
+    last window, however many pixels are left behind that."""
+    (top, left), sizes = op.padding, zip(op.y.type.shape[2:], op.stride, op.x.type.shape[2:], op.padding, strict=True)
+    bottom, right = ((out - 1) * step + 1 - size - before for out, step, size, before in sizes)
+    return (-left, -top), (right, bottom)
 
 
 def strides_of(image: Spec) -> tuple[int, ...]:
@@ -145,9 +141,9 @@ def why_not(op: Op, image: Spec, weights: Spec) -> str:
         return "its weights are not channels-last"
     if channels < FILLED * SUMMED * -(-channels // SUMMED):
         return "it has too few channels to fill a step"
-    ends = zip(op.padding_after or op.padding, reach_of(op), strict=True)
-    corners = [*(-p for p in op.padding), *(p - reach for p, reach in ends)]
-    if not all(CORNERS[0] <= c <= CORNERS[1] for c in corners) or max(reach_of(op)) > TAPS or max(op.stride) > STEPS:
+    within = all(CORNERS[0] <= c <= CORNERS[1] for corner in corners_of(op) for c in corner)
+    reach = max(d * (n - 1) for d, n in zip(op.dilation, op.w.type.shape[2:], strict=True))
+    if not within or reach > TAPS or max(op.stride) > STEPS:
         return "its windows reach further than a map of them can say"
     return ""
 
