@@ -11,6 +11,7 @@ tensors, in turns. `python bench/kernels_convolution.py --out FILE.md` on a Hopp
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import pathlib
 import re
 import shutil
@@ -45,6 +46,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 #: calls in a CUDA graph, sets of tensors they rotate through, rounds of timing; seconds after which nothing is timed
 CALLS, SETS, ROUNDS, LIMIT = 6, 3, 9, 50.0
+#: seconds after which it is over, whatever it waits for
+HANGS = 150.0
 #: share of the largest value by which results may differ; ways of a provider that are tried
 TOLERANCE, TRIED = 1e-2, 2
 #: what BatchNorm adds to a variance
@@ -419,11 +422,24 @@ def needs(every: Sequence[Job]) -> list[str]:
     return lines
 
 
+def answers() -> bool:
+    """Whether the device still does: after an illegal access no call of this process succeeds."""
+    try:
+        if CUDA:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="write the record here, and all figures beside it as .json")
     parser.add_argument("--compile", action="store_true", help="only compile, by nvcc; needs no GPU")
-    parser.add_argument("--dry", action="store_true", help="small sizes alone; without a GPU by PyTorch's ops")
+    parser.add_argument(
+        "--dry", action="store_true", help="small sizes alone, in seconds; without a GPU by PyTorch's ops"
+    )
     options = parser.parse_args()
     every = jobs(options.dry)
     if options.compile:
@@ -433,6 +449,7 @@ def main() -> int:
         return 0
     if CUDA and (why := wgmma.why_absent()):
         sys.exit(why)
+    faulthandler.dump_traceback_later(HANGS, exit=True)  # a kernel that waits for ever
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     bench = Bench()
@@ -448,8 +465,9 @@ def main() -> int:
         except Exception as error:
             bench.verdict(job.case.name, error)
             figures.append({"case": job.case.name, "error": repr(error)})
-        if CUDA:
-            torch.cuda.empty_cache()
+        if not answers():
+            bench.say("\nthe GPU does not answer any more: what is left was not tried")
+            break
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if CUDA else "no GPU: PyTorch's ops"
     text = (
         f"# Convolutions with what follows them in one kernel\n\n`python bench/kernels_convolution.py`: {where}, bf16, "

@@ -105,13 +105,10 @@ class Choice:
 
 
 def why_not(fuser: Fuser, piece: Piece) -> str:
-    """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it. Of a
-    convolution as a product only who runs it can say more (`Fuser.follows`)."""
-    if any(has_wide_windows(op) for op in piece.ops):
-        return fuser.bodies.problem(piece)
+    """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it."""
     if any(has_small_windows(op) for op in piece.ops):
         return around.why_not(fuser, [op for op in piece.ops if around.is_work(op)])
-    if not any(op.name == "step.contract" for op in piece.ops):
+    if not any(op.name == "step.contract" or has_wide_windows(op) for op in piece.ops):
         return fuser.bodies(piece).why_not
     body = fuser.bodies(piece)
     if body.why_not and body.function is not None and body.rows is None:

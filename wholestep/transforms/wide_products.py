@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
 #: bytes that all kernels that are alike must save to be worth measuring: few, since other sizes are the same kernel
-LEAST = 1 << 25
+LEAST = 1 << 24
 
 
 def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:

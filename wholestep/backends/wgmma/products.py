@@ -286,11 +286,6 @@ class Product:
         return COLUMNS
 
     @property
-    def moved(self) -> int:
-        """Elements of both factors and of the result."""
-        return self.m * self.n + self.m * self.k + self.n * self.k
-
-    @property
     def pieces(self) -> int:
         return self.columns // self.parts // PIECE
 

@@ -51,11 +51,12 @@ def why_not(region: Region) -> str:
 
 
 def is_wide(region: Region) -> bool:
-    """Whether a region is a product that may be run and that keeps tensor cores busy."""
+    """Whether a region is a product that may be run and that keeps tensor cores busy, or a convolution: nobody else runs
+    one with what follows."""
     if why_absent() or not any(op.name in OPS for op in region.ops) or why_not(region):
         return False
     p = product_of(region)
-    return p.m * p.n * p.k > RIDGE * p.moved
+    return p.windowed or p.m * p.n * p.k > RIDGE * (p.m * p.n + p.m * p.k + p.n * p.k)
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,10 +68,6 @@ class Convolution(Product):
         return None if stays and (self.n > self.columns or self.weights > KEPT) else super().shape(stays)
 
     @property
-    def moved(self) -> int:
-        return math.prod(self.image.shape) + self.n * (self.m + self.k)
-
-    @property
     def gathering(self) -> Gathering:
         """How windows lie in the image."""
         (n, c, h, w), laid = self.image.shape, strides_of(self.image)
