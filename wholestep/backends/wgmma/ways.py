@@ -51,8 +51,8 @@ def why_not(region: Region) -> str:
 
 
 def is_wide(region: Region) -> bool:
-    """Whether a region is a product that may be run and that keeps tensor cores busy, or a convolution: nobody else runs
-    one with what follows."""
+    """Whether a region is a product that may be run and that keeps tensor cores busy, or a convolution: with what
+    follows, nobody else runs one."""
     if why_absent() or not any(op.name in OPS for op in region.ops) or why_not(region):
         return False
     p = product_of(region)
