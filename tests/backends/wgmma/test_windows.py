@@ -18,7 +18,7 @@ from tests.backends.wgmma import host
 from tests.backends.wgmma.test_wgmma import HERE, TOLERANCE, Build, case_in, region_of, types_of
 from wholestep.backends.cudnn.convolution import channels_last
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, op_by_op
+from wholestep.backends.providers import Region, op_by_op, providers_for
 from wholestep.backends.triton.scalars import NoText
 from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED
@@ -185,6 +185,20 @@ def test_what_is_refused_says_why(why: str) -> None:
     region = replace(region, operands=tuple(map(laid, region.operands)), results=tuple(map(laid, region.results)))
     with pytest.raises(NoText, match=why):
         product_of(region)
+
+
+def test_it_competes_alone_and_with_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def region(pixels: int) -> Region:
+        shapes = [(32, 64, pixels, pixels), (64, 64, 3, 3)]
+        found = region_of(types_of(shapes, BF16), lambda b, x, w: b.conv(x, w, **window()), "cuda")
+        return replace(found, operands=tuple(map(laid, found.operands)), results=tuple(map(laid, found.results)))
+
+    (provider,) = (p for p in providers_for(torch.device("cuda"), ["aten", "triton"]) if p.name == "wgmma")
+    assert "step.conv" in provider.alone and provider.claims(region(56))
+    monkeypatch.setattr(ways, "why_absent", lambda: "")
+    assert provider.claims(region(56)) == "" and provider.follows(region(56))
+    assert "too small" in provider.claims(region(4)) and not provider.follows(region(4))
+    assert [o.name for o in provider.offers(region(56))] == [f"turns 128x64x64 s6 a1 g8{s}" for s in (" stays", "")]
 
 
 def test_other_layouts_are_refused() -> None:

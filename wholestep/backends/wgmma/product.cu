@@ -2,8 +2,8 @@
 //
 // A block of three warpgroups stays for many tiles. One thread of the third fetches factors ahead into a ring of stages;
 // the other two take turns: while one multiplies, the other computes what follows from its tile of sums, stores it and
-// adds up its columns. A tile is 128 rows by 128 columns, or 64 where there are no more; where the result is read at two places at once (PARTS == 2) it
-// is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
+// adds up its columns. A tile is 128 rows by 128 columns, or 64 where windows (below) have no more; where the result is
+// read at two places at once (PARTS == 2) it is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
 // beside the product or in places of their own.
 //
 // The first factor may be the windows of an image (WINDOW): row by row of the result, tap by tap, 64 channels at a time.
@@ -16,9 +16,9 @@
 // `aside` for those of a factor.
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
 // ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
-// tiles reach over the edge), WINDOW, BN (columns of a tile: 128, or 64 with
-// WINDOW), STAYS, ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
-// something to read), FACTOR (the type of factors).
+// tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), ASIDE (0, or which factor is summed up: 1, 2),
+// STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
+// (the type of factors).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -265,7 +265,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
                 int row, column;
                 places.of(tile, row, column);
-                [[maybe_unused]] const int one = column * WIDTH + args.begin[0], other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
+                [[maybe_unused]] const int one = column * WIDTH + args.begin[0];
+                [[maybe_unused]] const int other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
 #if WINDOW
                 Walk walk(args.window, row * BM);
 #endif
