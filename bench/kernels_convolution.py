@@ -438,14 +438,14 @@ def answers() -> bool:
     return True
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="write the record here, and all figures beside it as .json")
     parser.add_argument("--compile", action="store_true", help="only compile, by nvcc; needs no GPU")
     parser.add_argument(
         "--dry", action="store_true", help="small sizes alone, in seconds; without a GPU by PyTorch's ops"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     every = jobs(options.dry)
     if options.compile:
         if shutil.which("nvcc") is None:
@@ -454,9 +454,10 @@ def main() -> int:
         return 0
     if CUDA and (why := wgmma.why_absent()):
         sys.exit(why)
-    faulthandler.dump_traceback_later(HANGS, exit=True)  # a kernel that waits for ever
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    if CUDA:
+        faulthandler.dump_traceback_later(HANGS, exit=True)  # a kernel that waits for ever
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     bench = Bench()
     ours = ways_of([job.whole for job in every], "wgmma", TRIED)
     single = ways_of([job.alone for job in every], "wgmma", TRIED)
