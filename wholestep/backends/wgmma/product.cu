@@ -8,10 +8,10 @@
 //
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
-// What follows is generated: `around` for an element, `vectors` for what lies along columns, `ending` for finished sums,
-// `aside` for those of a factor.
-// Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
-// ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
+// What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
+// rows, `ending` for finished sums over rows, `crossing` for those over columns, `aside` for those of a factor.
+// Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
+// rows, NSUM sums over rows, NACROSS sums over columns, ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
 // tiles reach over the edge), ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
 // something to read), FACTOR (the type of factors).
 
@@ -32,8 +32,8 @@ struct __align__(64) Map { u64 words[16]; };
 
 struct Args {
     Map a, b, in[NIN + 1], out[NOUT + 1];
-    const void* vec[NVEC + 1];
-    float* part[NSUM + 1];  // the last: sums of a factor
+    const void *vec[NVEC + 1], *row[NROW + 1];
+    float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
     int m, n, k, group, begin[2];
 };
@@ -279,6 +279,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             int row, column;
             places.of(tile, row, column);
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
+            float high[NROW + 1][4];
+            heights(args, row * BM + warp * 16 + lane / 4, high);
             sync(1 + group, 256);
             for (int k = 0; k < steps; ++k) {
                 wait(full + 8 * stage, phase);
@@ -302,6 +304,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             settle(total[0]), settle(total[1]);
             if (lane == 0) arrive(empty + 8 * last);
+            float across[NACROSS + 1][4];
+#pragma unroll
+            for (int i = 0; i < 4 * NACROSS; ++i) across[i / 4][i % 4] = 0;
 #pragma unroll
             for (int c = 0; c < PIECES; ++c) {
                 const int x = column * WIDTH + c * 64;
@@ -334,13 +339,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                             float sum[2][NSUM + 1], made[2][NOUT + 1];
 #pragma unroll
                             for (int e = 0; e < 2; ++e) {
-                                float v[PARTS], read[NIN + 1], b[NVEC + 1];
+                                float v[PARTS], read[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
+                                const int at = x + (j + (q >> 1)) * 8 + lane % 4 * 2 + e;
 #pragma unroll
                                 for (int p = 0; p < PARTS; ++p) v[p] = total[h][((c + p) * 8 + j + (q >> 1)) * 4 + (q & 1) * 2 + e];
                                 unpack(in, q, e, read);
 #pragma unroll
                                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][(q >> 1) * 2 + e];
-                                around(v, read, b, made[e], sum[e]);
+#pragma unroll
+                                for (int i = 0; i < NROW; ++i) r[i] = high[i][h * 2 + (q & 1)];
+                                around(v, read, b, r, at, made[e], sum[e], over);
+#pragma unroll
+                                for (int i = 0; i < NACROSS; ++i) across[i][h * 2 + (q & 1)] += RAGGED && at >= args.n ? 0.0f : over[i];
                             }
                             pack(made[0], made[1], out, q);
 #pragma unroll
@@ -396,14 +406,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     }
                 }
             }
+#pragma unroll
+            for (int i = 0; i < NACROSS; ++i)
+#pragma unroll
+                for (int t = 0; t < 4; ++t) {
+                    float s = across[i][t];
+                    s += __shfl_xor_sync(0xFFFFFFFF, s, 1);
+                    s += __shfl_xor_sync(0xFFFFFFFF, s, 2);
+                    const int y = row * BM + (t >> 1) * 64 + warp * 16 + (t & 1) * 8 + lane / 4;
+                    if (lane % 4 == 0 && (!RAGGED || y < args.m)) args.across[i][(u64)column * args.m + y] = s;
+                }
         }
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 }
 
-// ---- sums over rows -------------------------------------------------------------------------------------------------
+// ---- sums over rows and columns -------------------------------------------------------------------------------------------------
 
-// one sum over rows of partial sums, for 32 of `length`; whole in the threads of the first warp
+// one sum over partial sums, for 32 of `length`; whole in the threads of the first warp
 __device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[8][33]) {
     const int x = threadIdx.x % 32, y = threadIdx.x / 32, at = blockIdx.x * 32 + x;
     float s = 0;
@@ -423,6 +443,16 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
 #pragma unroll
     for (int i = 0; i < NSUM; ++i) s[i] = added_up(args.part[i], (args.m + BM - 1) / BM, args.n, held[i]);
     if (threadIdx.x < 32 && at < args.n) ending(args, at, s);
+}
+
+extern "C" __global__ void __launch_bounds__(256) finish_across(const __grid_constant__ Args args) {
+    __shared__ float held[NACROSS + 1][8][33];
+    const Places places(args);
+    const int at = blockIdx.x * 32 + threadIdx.x % 32;
+    float s[NACROSS + 1];
+#pragma unroll
+    for (int i = 0; i < NACROSS; ++i) s[i] = added_up(args.across[i], places.columns, args.m, held[i]);
+    if (threadIdx.x < 32 && at < args.m) crossing(args, at, s);
 }
 
 extern "C" __global__ void __launch_bounds__(256) finish_aside(const __grid_constant__ Args args) {

@@ -1,8 +1,8 @@
 """A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
 
-Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along
-columns and single numbers may be of any float type. Sums over all rows leave one partial sum per tile, which a second
-kernel adds up in a fixed order. A factor that lies along the result may be summed up as well while it is there.
+Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one of
+them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile, which a
+second kernel adds up in a fixed order. A factor that lies along the result may be summed up as well while it is there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ FEWEST, ENOUGH = 3, 6
 MOST = 4
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 SOURCE = Path(__file__).with_name("product.cu")
+#: numbers below this one are exact in f32
+EXACT = 1 << 24
 #: bytes that rows begin at multiples of
 ALIGNMENT = 16
 
@@ -54,7 +56,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """What lies along columns, or is one number."""
+    """What lies along columns or rows, or is one number."""
 
     argument: int
     begin: int
@@ -90,10 +92,11 @@ class Product:
         self.walk = self.product.walk
         self.check()
         self.vectors: list[Vector] = []
+        self.heights: list[Vector] = []
         self.reads: list[Matrix] = []
         self.read_types: list[str] = []
         self.lines: list[str] = []
-        self.endings: list[str] = []
+        self.endings: dict[str, list[str]] = {"n": [], "m": []}
         self.numbers: dict[Value, Number] = {}
         self.write()
 
@@ -112,8 +115,8 @@ class Product:
         if not p.stores:
             raise NoText("it writes nothing of its result")
         for own in p.sums:
-            if own.kept != ("n",) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
-                raise NoText("it has other sums than those over all rows")
+            if own.kept not in (("n",), ("m",)) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
+                raise NoText("it has other sums than those over all rows or all columns")
         self.m, self.n, self.k = (p.size[name] for name in "mnk")
         self.a, self.along_a = self.factor(0, "m")
         self.b, self.along_b = self.factor(1, "n")
@@ -183,30 +186,33 @@ class Product:
         p = self.product
         for number, dot in enumerate(p.dots):
             self.numbers[dot.results[0]] = Number(f"v[{number}]")
-        sums = [s.op for s in p.sums]
+        sums = {side: [s.op for s in p.sums if s.kept == (side,)] for side in "nm"}
+        self.sums, self.crossed = len(sums["n"]), len(sums["m"])
         self.writes = [self.beside(self.walk.accesses[op]) for op in p.stores]
-        for op in self.behind([*p.stores, *sums], p.dots):
+        for op in self.behind([*p.stores, *sums["n"], *sums["m"]], p.dots):
             self.define(op, self.lines)
-        self.lines += [f"y[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(p.stores)]
-        self.lines += [f"s[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(sums)]
+        for name, made in (("y", p.stores), ("s", sums["n"]), ("a", sums["m"])):
+            self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(made)]
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
-        beside = len(self.vectors)
+        most = max(len(self.reads), len(self.writes), self.sums, self.crossed, len(self.vectors), len(self.heights))
         self.ends: list[Vector] = []
-        self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
-        for op in self.behind(p.after, sums):
-            self.define(op, self.endings, ending=True)
-        for op in p.after:
-            self.end(op, "n", self.endings)
+        for side, lines in self.endings.items():
+            after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]
+            self.finish(after, sums[side], side, lines)
         self.asides: list[str] = []
-        self.numbers = {op.results[0]: Number("s[0]") for op in p.beside}
-        for op in self.behind(p.aside, p.beside):
-            self.define(op, self.asides, ending=True)
-        for op in p.aside:
-            self.end(op, "mn"[self.aside - 1], self.asides)
-        if max(len(self.reads), len(self.writes), len(sums), beside) > MOST:
+        self.finish(p.aside, p.beside, "mn"[self.aside - 1], self.asides)
+        if most > MOST:
             raise NoText("it has more tensors beside the product than fit")
         if self.shape() is None:
             raise NoText("what is read and written beside the product leaves no room for its factors")
+
+    def finish(self, stores: Sequence[Op], sums: Sequence[Op], side: str, lines: list[str]) -> None:
+        """What is made of finished sums that lie along rows or columns."""
+        self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
+        for op in self.behind(stores, sums):
+            self.define(op, lines, ending=side)
+        for op in stores:
+            self.end(op, side, lines)
 
     def end(self, op: Op, side: str, lines: list[str]) -> None:
         """Writes what is made of finished sums to a vector along rows or columns."""
@@ -231,13 +237,17 @@ class Product:
                 todo += [v.op for v in op.operands]
         return [op for op in self.walk.ops if op in found]
 
-    def define(self, op: Op, lines: list[str], ending: bool = False) -> None:
+    def define(self, op: Op, lines: list[str], ending: str = "") -> None:
+        """Writes an op. ending: the side that finished sums lie along, where it is made of them."""
         if op.definition is Constant:
             value = float(op.attributes["value"])
             self.numbers[op.results[0]] = Number(literal(value), value=value)
             return
         if op.definition is Load:
             self.numbers[op.results[0]] = self.load(op, ending)
+            return
+        if op.results[0] in self.walk.forms:
+            self.numbers[op.results[0]] = Number(self.counted(op.results[0], ending))
             return
         if op.definition is not Apply:
             raise NoText(f"{op.name} is not computed around this product")
@@ -249,13 +259,26 @@ class Product:
             made = Number(name, made.truth)
         self.numbers[op.results[0]] = made
 
-    def load(self, op: Op, ending: bool) -> Number:
+    def counted(self, value: Value, ending: str) -> str:
+        """The number of a column, as f32 has it."""
+        form, (columns,) = self.walk.forms[value], self.product.dims["n"]
+        if ending == "m" or not form.dims <= frozenset(columns.parts[-1:]) or self.n >= EXACT:
+            raise NoText("it counts along something else than columns")
+        return f"(float)(at * {form.terms[columns.parts[-1]]} + {form.constant})"
+
+    def load(self, op: Op, ending: str) -> Number:
         access, p = self.walk.accesses[op], self.product
         dims = self.walk.access_dims(access)
         spec = self.specs[access.argument]
         if access.guards or access.numbers or spec.dtype not in NAMES:
             raise NoText("a tensor beside the product is looked up, or holds no floats")
-        if dims <= p.groups["n"]:
+        if dims and dims <= p.groups["m"] and ending != "n":
+            high = Vector(access.argument, access.offset.constant, self.step(access, "m"), NAMES[spec.dtype])
+            if high not in self.heights:
+                self.heights.append(high)
+            number = self.heights.index(high)
+            return Number(loaded(high, f"args.row[{number}]", "at") if ending else f"r[{number}]")
+        if dims <= p.groups["n"] and (not dims or ending != "m"):
             own = Vector(
                 access.argument, access.offset.constant, self.step(access, "n") if dims else 0, NAMES[spec.dtype]
             )
@@ -264,7 +287,7 @@ class Product:
             if own not in self.vectors:
                 self.vectors.append(own)
             number = self.vectors.index(own)
-            return Number(loaded(own, f"args.vec[{number}]", "column") if ending else f"b[{number}]")
+            return Number(loaded(own, f"args.vec[{number}]", "at") if ending else f"b[{number}]")
         if ending or not dims <= p.groups["m"] | p.groups["n"] or not dims & p.groups["n"]:
             raise NoText("a tensor beside the product lies along other dimensions than rows and columns")
         matrix = self.beside(access)
@@ -278,10 +301,6 @@ class Product:
     @property
     def pieces(self) -> int:
         return COLUMNS // self.parts // PIECE
-
-    @property
-    def sums(self) -> int:
-        return len(self.product.sums)
 
     def bytes(self, shape: Shape) -> int:
         """Shared memory of a block."""
@@ -311,6 +330,7 @@ class Product:
     def scratch(self) -> tuple[Spec, ...]:
         rows, columns = -(-self.m // ROWS), -(-self.n // (COLUMNS // self.parts))
         shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
+        shapes += [(columns, self.m)] * self.crossed
         return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -321,7 +341,9 @@ class Product:
             "NIN": len(self.reads),
             "NOUT": len(self.writes),
             "NVEC": len(self.vectors),
+            "NROW": len(self.heights),
             "NSUM": self.sums,
+            "NACROSS": self.crossed,
             "NEND": len(self.ends),
             "PARTS": self.parts,
             "ALONG_A": int(self.along_a),
@@ -343,6 +365,11 @@ class Product:
         """The functions that `product.cu` calls."""
         vectors = [f"pair_of_{v.type}(args.vec[{i}], x, {self.inside}, {v.stride}, known[{i}] + at);"
                    for i, v in enumerate(self.vectors)]  # fmt: skip
+        heights = [f"known[{i}][t] = {loaded(v, f'args.row[{i}]', 'at')};" for i, v in enumerate(self.heights)]
+        if heights:  # a thread has rows y, y + 8, y + 64 and y + 72 of a tile
+            at = "y + t / 2 * 64 + t % 2 * 8"
+            at = f"{at} < args.m ? {at} : 0" if self.ragged else at
+            heights = ["#pragma unroll", "for (int t = 0; t < 4; ++t) {", f"const int at = {at};", *heights, "}"]
         unpack = [f"x[{i}] = e ? {t}_high(in[{i}][q]) : {t}_low(in[{i}][q]);" for i, t in enumerate(self.read_types)]
         pack = [f"out[{i}][q] = {t}_pair(one[{i}], other[{i}]);" for i, t in enumerate(self.write_types)]
         return PAIRS + "\n".join(
@@ -350,9 +377,11 @@ class Product:
                 function("vectors", "const Args& args, int x, float (&known)[NVEC + 1][4], int at", vectors),
                 function("unpack", "const u32 (&in)[NIN + 1][4], int q, int e, float (&x)[NIN + 1]", unpack),
                 function("pack", "const float* one, const float* other, u32 (&out)[NOUT + 1][4], int q", pack),
-                function("around", "const float* v, const float* x, const float* b, float* y, float* s", self.lines),
-                function("ending", "const Args& args, int column, const float* s", self.endings),
-                function("aside", "const Args& args, int column, const float* s", self.asides),
+                function("heights", "const Args& args, int y, float (&known)[NROW + 1][4]", heights),
+                function("around", AROUND, self.lines),
+                function("ending", FINISHED, self.endings["n"]),
+                function("crossing", FINISHED, self.endings["m"]),
+                function("aside", FINISHED, self.asides),
             )
         )
 
@@ -361,6 +390,10 @@ class Product:
         return "x < args.n" if self.ragged else "true"
 
 
+#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, at: the column; y: results, s: summands of
+#: sums over rows, a: over columns
+AROUND = "const float* v, const float* x, const float* b, const float* r, int at, float* y, float* s, float* a"
+FINISHED = "const Args& args, int at, const float* s"
 #: two neighbours of a vector, or one number twice
 PAIRS = """
 __device__ __forceinline__ void pair_of_f32(const void* from, int x, bool inside, int stride, float* to) {
@@ -387,14 +420,14 @@ def function(name: str, arguments: str, lines: Iterable[str]) -> str:
 
 def loaded(vector: Vector, pointer: str, index: str) -> str:
     """One number of a vector."""
-    at = f"[{index}]" if vector.stride else "[0]"
+    at = f"[(u64){index} * {vector.stride}]" if vector.stride else "[0]"
     if vector.type == "f32":
         return f"((const float*){pointer}){at}"
     return f"{vector.type}_low(((const u16*){pointer}){at})"
 
 
 def stored(vector: Vector, pointer: str, text: str) -> str:
-    at = f"[column * {vector.stride}]"
+    at = f"[at * {vector.stride}]"
     if vector.type == "f32":
         return f"((float*){pointer}){at} = {text}"
     return f"((u16*){pointer}){at} = (u16){vector.type}_pair({text}, 0.0f)"
