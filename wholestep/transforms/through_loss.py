@@ -2,8 +2,9 @@
 
 The gradient of a position's logits is its softmax, times a share of the loss, but for the class that it should have.
 Softmax is a number per position times exp(logit - c), whatever c is. So the product that makes logits may write these
-exponentials instead, and their sums (`wide_products.py`): what positions are multiplied by is done to rows of the hidden
-state and of its gradient, and what belongs to the wished classes, whose exponentials are left out, is added as rows.
+exponentials instead, and their sums (`wide_products.py`): what positions are multiplied by is done to rows of the
+hidden state and of its gradient, and what belongs to the wished classes, whose exponentials are left out, is added as
+rows.
 
     E = exp(h W' - c) but 0 at the wished class,  s = sum(E),  t = exp(h w - c)     w: the wished class's row of W
     loss = log(s + t) + c - h w,  dh = share / (s + t) E W - share s / (s + t) w,  dW = E' (share / (s + t) h) + rows

@@ -3,8 +3,8 @@ that and the clock says so.
 
 Such a product keeps tensor cores busy; an activation or its gradient behind it is then computed beside the next tile,
 and what the product makes is not read again (or, where nobody else wants it, not even written). A kernel that goes on
-from sums of what it reads is cut behind them. A gradient that a weight's gradient is made of is summed up on the way for
-that of a bias. Tall products, which wait for memory, are `tall_products.py`'s.
+from sums of what it reads is cut behind them. A gradient that a weight's gradient is made of is summed up on the way
+for that of a bias. Tall products, which wait for memory, are `tall_products.py`'s.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def up_to_sums(fuser: Fuser, products: Sequence[Op], cuts: list[Group]) -> Itera
 
 
 def cut(members: Sequence[Op], made: Value) -> tuple[list[Op], list[Op], list[Op]]:
-    """The ops of a kernel that reads a product's result: what they need first, those up to sums of it, the rest."""
+    """The ops of a kernel that reads a product's result: what they need first, those up to sums of it, the rest;
+    nothing where these hang together otherwise."""
     hang, late = set[Op](), set[Op]()
     for op in members:
         seen = [base(v) for v in op.operands]
@@ -93,6 +94,8 @@ def cut(members: Sequence[Op], made: Value) -> tuple[list[Op], list[Op], list[Op
     needed = {m for op in members if op in own for m in makers_of(op)} - hang
     own |= {op for op in needed if op.results[0].type.size >= made.type.size}  # such as what tells columns apart
     needed -= own
+    if any(own & makers_of(op) for op in needed):
+        return [], [], []
     return (
         [op for op in members if op in needed],
         [op for op in members if op in own],

@@ -1,8 +1,8 @@
 """A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
 
-Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one of
-them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile, which a
-second kernel adds up in a fixed order. A factor that lies along the result may be summed up as well while it is there.
+Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one
+of them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile, which
+a second kernel adds up in a fixed order. A factor that lies along the result may be summed up while it is there.
 """
 
 from __future__ import annotations
