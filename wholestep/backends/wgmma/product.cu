@@ -231,15 +231,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     wait(full + 8 * stage, phase);
                     const u32 from = (ASIDE == 1 ? stages_a : stages_b) + stage * STAGE + (warp - 1) * (STAGE / 2);
                     if (turn == 0)
-#pragma unroll 4
-                        for (int r = lane / 8; r < BK; r += 4) {
-                            u32 p[4];
-                            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                         : "=r"(p[0]), "=r"(p[1]), "=r"(p[2]), "=r"(p[3])
-                                         : "r"(from + r * 128 + ((lane % 8 ^ (r & 7)) << 4))
-                                         : "memory");
+#pragma unroll 2
+                        for (int r = lane / 8; r < BK; r += 8) {  // two rows at once: one is added up while the other comes
+                            u32 p[8];
 #pragma unroll
-                            for (int i = 0; i < 4; ++i) s[2 * i] += FACTOR_LOW(p[i]), s[2 * i + 1] += FACTOR_HIGH(p[i]);
+                            for (int i = 0; i < 8; i += 4)
+                                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                             : "=r"(p[i]), "=r"(p[i + 1]), "=r"(p[i + 2]), "=r"(p[i + 3])
+                                             : "r"(from + (r + i) * 128 + ((lane % 8 ^ (r + i & 7)) << 4)));
+#pragma unroll
+                            for (int i = 0; i < 8; ++i) s[2 * (i & 3)] += FACTOR_LOW(p[i]), s[2 * (i & 3) + 1] += FACTOR_HIGH(p[i]);
                         }
                     __syncwarp();
                     if (lane == 0) arrive(empty + 8 * stage);
