@@ -207,7 +207,7 @@ class Exponentials:
         hidden = b.cast(in_order(b, operand, backwards(end.path)), dtype=F32)
         scaled = b.cast(b.mul(hidden, self.factor), dtype=BF16)
         made = b.contract(self.powers, scaled, spec="tn,tk->nk")
-        rows = b.cast(b.cast(b.mul(hidden, self.away), dtype=BF16), dtype=F32)
+        rows = b.cast(b.mul(hidden, self.away), dtype=BF16)
         end.op.result.replace_by(made)
         # added up where the gradient is f32, so that it is not rounded in between
         while len(users := list(made.uses)) == 1 and widens_or_cuts(users[0]):
@@ -216,7 +216,7 @@ class Exponentials:
         assert after is not None
         b = StepBuilder(end.op.parent, after, end.op.loc, end.op.phase)
         table = b.embedding_grad(rows, self.safe, rows=made.type.shape[0])
-        whole = b.cast_to(b.add(b.cast_to(made, F32), table), made.type.element)
+        whole = b.cast_to(b.add(b.cast_to(made, F32), b.cast(table, dtype=F32)), made.type.element)
         for user in users:
             user.set_operands([whole if v is made else v for v in user.operands])
 
