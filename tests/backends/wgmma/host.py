@@ -22,7 +22,7 @@ PRELUDE = r"""
 #define __forceinline__ inline
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16;
 struct Args {
-    const void *vec[NVEC + 1], *row[NROW + 1];
+    const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];
     void* end[NEND + 1];
     int m, n, k;
@@ -43,6 +43,8 @@ static inline float exp2_(float x) { return exp2f(x); }
 static inline float reciprocal_(float x) { return 1.0f / x; }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float looked_up_f32(const void* from, u32 at) { return ((const float*)from)[at]; }
+static inline u32 looked_up_16(const void* from, u32 at) { return ((const u16*)from)[at]; }
 """
 
 WALK = r"""
@@ -61,12 +63,13 @@ extern "C" void run(
             for (int i = 0; i < NIN; ++i)
                 read[i][0] = in[i][y * in_strides[i] + x] | (u32)in[i][y * in_strides[i] + x + 1] << 16;
             for (int e = 0; e < 2; ++e) {
-                float v[PARTS], own[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
+                float v[2], own[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
                 for (int p = 0; p < PARTS; ++p) v[p] = sums[((long)p * args.m + y) * args.n + x + e];
+                for (int p = 0; TURN && p < 2; ++p) v[p] = sums[(long)y * args.n + (x + e & ~TURN) + p * TURN];
                 unpack(read, 0, e, own);
                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][e];
                 for (int i = 0; i < NROW; ++i) r[i] = high[i][0];
-                around(v, own, b, r, x + e, made[e], sum[e], over);
+                around(args, v, own, b, r, y, x + e, x + e & TURN, made[e], sum[e], over);
                 for (int i = 0; i < NACROSS; ++i) {
                     float& to = args.across[i][(x / 128) * args.m + y];
                     to = (x + e) % 128 ? to + over[i] : over[i];
@@ -103,9 +106,13 @@ extern "C" void run(
 def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None:
     """Runs a product on tensors of a CPU: operands and results of its region."""
     text = product.source(product.shape()).partition("// ---- what follows the product")  # type: ignore[arg-type]
-    defined = "".join(line for line in text[0].splitlines(True) if line.startswith("#define N") or "PARTS " in line)
+    defined = "".join(
+        line
+        for line in text[0].splitlines(True)
+        if line.startswith("#define N") or line.startswith(("#define PARTS ", "#define TURN "))
+    )
     functions = text[0][text[0].index("__device__ __forceinline__ float bf16_rounded") :]
-    functions = "".join(own for own in split(functions) if "asm(" not in own)
+    functions = "".join(own for own in split(functions) if "asm" not in own)
     source, made = folder / "host.cpp", folder / "host.so"
     source.write_text(defined + PRELUDE + functions + product.generated + WALK)
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
@@ -124,7 +131,7 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
     sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
     partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]
     crossed = [torch.full((-(-product.n // COLUMNS), product.m), float("nan")) for _ in range(product.crossed)]
-    given = [map(pointer, product.vectors), map(pointer, product.heights)]
+    given = [map(pointer, own) for own in (product.vectors, product.heights, product.tables)]
     given += [(t.data_ptr() for t in own) for own in (partial, crossed)]
     pointers = [p for own in (*given, map(pointer, product.ends)) for p in (*own, 0)]
     words = (ctypes.c_uint64 * 64)(*pointers)

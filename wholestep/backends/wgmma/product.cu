@@ -3,7 +3,8 @@
 // A block of three warpgroups stays for many tiles. One thread of the third fetches factors ahead into a ring of stages;
 // the other two take turns: while one multiplies, the other computes what follows from its tile of sums, stores it and
 // adds up its columns. A tile is 128 rows by 128 columns; where the result is read at two places at once (PARTS == 2) it
-// is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
+// is 64 columns of each, unless these are neighbouring stretches of TURN columns, as where halves of a head are turned by
+// rotary positions. Results pass through shared memory, 64 columns at a time, in the places of what was read
 // beside the product or in places of their own.
 //
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
@@ -11,7 +12,7 @@
 // What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
 // rows, `ending` for finished sums over rows, `crossing` for those over columns, `aside` for those of a factor.
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
-// rows, NSUM sums over rows, NACROSS sums over columns, ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
+// rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
 // tiles reach over the edge), ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
 // something to read), FACTOR (the type of factors).
 
@@ -32,7 +33,7 @@ struct __align__(64) Map { u64 words[16]; };
 
 struct Args {
     Map a, b, in[NIN + 1], out[NOUT + 1];
-    const void *vec[NVEC + 1], *row[NROW + 1];
+    const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
     int m, n, k, group, begin[2];
@@ -94,6 +95,20 @@ __device__ __forceinline__ float tanh_beside_one(float x) {
 __device__ __forceinline__ float larger(float a, float b) { return a != a || a > b ? a : b; }
 __device__ __forceinline__ float smaller(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float relu_(float x) { return x <= 0.0f ? 0.0f : x; }
+
+// what is looked up is read where it is needed: a compiler that may would hold more of it than registers do
+__device__ __forceinline__ float looked_up_f32(const void* from, u32 at) {
+    float r;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"((const float*)from + at));
+    return r;
+}
+__device__ __forceinline__ u32 looked_up_16(const void* from, u32 at) {
+    u16 r;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"((const u16*)from + at));
+    return r;
+}
+__device__ __forceinline__ float looked_up_bf16(const void* from, u32 at) { return bf16_low(looked_up_16(from, at)); }
+__device__ __forceinline__ float looked_up_f16(const void* from, u32 at) { return f16_low(looked_up_16(from, at)); }
 
 // ---- what follows the product ---------------------------------------------------------------------------------------
 
@@ -340,16 +355,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                             float sum[2][NSUM + 1], made[2][NOUT + 1];
 #pragma unroll
                             for (int e = 0; e < 2; ++e) {
-                                float v[PARTS], read[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
+                                float v[TURN ? 2 : PARTS], read[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
                                 const int at = x + (j + (q >> 1)) * 8 + lane % 4 * 2 + e;
+                                const int up = row * BM + h * 64 + warp * 16 + (q & 1) * 8 + lane / 4, eight = c * 8 + j + (q >> 1);
 #pragma unroll
-                                for (int p = 0; p < PARTS; ++p) v[p] = total[h][((c + p) * 8 + j + (q >> 1)) * 4 + (q & 1) * 2 + e];
+                                for (int p = 0; p < (TURN ? 2 : PARTS); ++p)
+                                    v[p] = total[h][(TURN ? (eight & ~(TURN / 8)) + p * (TURN / 8) : eight + p * 8) * 4 + (q & 1) * 2 + e];
                                 unpack(in, q, e, read);
 #pragma unroll
                                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][(q >> 1) * 2 + e];
 #pragma unroll
                                 for (int i = 0; i < NROW; ++i) r[i] = high[i][h * 2 + (q & 1)];
-                                around(v, read, b, r, at, made[e], sum[e], over);
+                                around(args, v, read, b, r, up, at, TURN && eight & TURN / 8, made[e], sum[e], over);
 #pragma unroll
                                 for (int i = 0; i < NACROSS; ++i) across[i][h * 2 + (q & 1)] += RAGGED && at >= args.n ? 0.0f : over[i];
                             }

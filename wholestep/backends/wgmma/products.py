@@ -37,6 +37,8 @@ FEWEST, ENOUGH = 3, 6
 MOST = 4
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 SOURCE = Path(__file__).with_name("product.cu")
+#: columns of a stretch that is turned with its neighbour: half a head
+TURNS = (32, 64)
 #: numbers below this one are exact in f32
 EXACT = 1 << 24
 #: bytes that rows begin at multiples of
@@ -93,6 +95,7 @@ class Product:
         self.check()
         self.vectors: list[Vector] = []
         self.heights: list[Vector] = []
+        self.tables: list[Vector] = []
         self.reads: list[Matrix] = []
         self.read_types: list[str] = []
         self.lines: list[str] = []
@@ -104,7 +107,8 @@ class Product:
 
     def check(self) -> None:
         p = self.product
-        if p.groups["z"] or any(len(p.dims[name]) != 1 for name in "mnk"):
+        self.turn = self.stretch()
+        if p.groups["z"] or len(p.dims["k"]) != 1 or (len(p.dims["n"]) != 1 and not self.turn):
             raise NoText("its factors are no matrices as they lie")
         if p.early or p.rows is not None or not all(map(p.plain, p.factors)):
             raise NoText("a factor is computed on the way")
@@ -118,19 +122,29 @@ class Product:
             if own.kept not in (("n",), ("m",)) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
                 raise NoText("it has other sums than those over all rows or all columns")
         self.m, self.n, self.k = (p.size[name] for name in "mnk")
+        self.n *= 2 if self.turn else 1
         self.a, self.along_a = self.factor(0, "m")
         self.b, self.along_b = self.factor(1, "n")
         apart = 1 if self.along_b else self.b.stride
         if any(x % apart for x in p.apart):
             raise NoText("the places that its result is read at do not begin with a column")
         self.begins = [x // apart for x in p.apart]
+        if self.turn and (self.begins != [0, self.turn] or self.m % ROWS or self.n % COLUMNS):
+            raise NoText("the halves that it turns are no stretches of whole tiles")
+        self.begins = self.begins[: self.parts]
         self.aside = self.summed_factor()
         if self.parts > 1:  # both are columns of one tensor
             self.b = Matrix(self.b.argument, self.b.begin, self.b.stride, *self.whole_b())
 
+    def stretch(self) -> int:
+        """The columns of a stretch, where the result is read at two that are neighbours; 0 where it is not."""
+        columns = self.product.dims["n"]
+        return columns[1].size if self.product.parts == 2 and len(columns) == 2 and columns[1].size in TURNS else 0
+
     @property
     def parts(self) -> int:
-        return self.product.parts
+        """The columns of a tile come from so many places."""
+        return 1 if self.turn else self.product.parts
 
     def whole_b(self) -> tuple[int, int]:
         wide = self.begins[-1] + self.n
@@ -142,13 +156,32 @@ class Product:
         if not found:
             return 0
         (number,) = found if len(self.product.beside) == 1 else (None,)
-        if number is None or self.parts > 1 or not (self.along_a, self.along_b)[number]:
+        if number is None or self.product.parts > 1 or not (self.along_a, self.along_b)[number]:
             raise NoText("several sums stand beside the product, or one of a factor that lies along what is summed")
         return number + 1
 
     def step(self, access: Access, name: str) -> int:
         """Elements from one point of an axis to the next."""
-        return access.offset.terms[self.product.dims[name][0].parts[-1]]
+        *outer, last = self.product.dims[name]
+        step = access.offset.terms[last.parts[-1]]
+        size = last.size * (2 if self.turn and name == "n" else 1)
+        for dim in reversed(outer):
+            if access.offset.terms[dim.parts[-1]] != size * step:
+                raise NoText("rows or columns of a tensor do not lie at equal distances")
+            size *= dim.size
+        return step
+
+    def place(self, access: Access) -> str:
+        """Where a tensor is looked up at a row and column, in elements."""
+        found = [str(access.offset.constant)]
+        for name, at in (("m", "up"), ("n", "at")):
+            inner = 1
+            for dim in reversed(self.product.dims[name]):
+                step = access.offset.terms[dim.parts[-1]]
+                if step:
+                    found.append(f"(u32){at} / {inner}u % {dim.size}u * {step}")
+                inner *= dim.size * (2 if self.turn and name == "n" and inner == 1 else 1)
+        return " + ".join(found)
 
     def factor(self, number: int, side: str) -> tuple[Matrix, bool]:
         """A factor as a matrix, and whether it lies along rows or columns of the result."""
@@ -158,7 +191,7 @@ class Product:
         if access.guards or access.numbers:
             raise NoText("a factor is looked up, or ends before its tile")
         own, summed = self.step(access, side), self.step(access, "k")
-        size = self.product.size[side]
+        size = self.n if side == "n" else self.m
         if summed == 1:
             return self.aligned(Matrix(access.argument, access.offset.constant, own, size, self.k)), False
         if own == 1:
@@ -184,17 +217,24 @@ class Product:
 
     def write(self) -> None:
         p = self.product
-        for number, dot in enumerate(p.dots):
-            self.numbers[dot.results[0]] = Number(f"v[{number}]")
+        made = {op.results[0]: Number(f"v[{number}]") for number, op in enumerate(p.dots)}
         sums = {side: [s.op for s in p.sums if s.kept == (side,)] for side in "nm"}
         self.sums, self.crossed = len(sums["n"]), len(sums["m"])
-        self.writes = [self.beside(self.walk.accesses[op]) for op in p.stores]
-        for op in self.behind([*p.stores, *sums["n"], *sums["m"]], p.dots):
-            self.define(op, self.lines)
-        for name, made in (("y", p.stores), ("s", sums["n"]), ("a", sums["m"])):
-            self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(made)]
+        stores = self.pairs()
+        self.writes = [self.beside(self.walk.accesses[both[0]]) for both in stores]
+        for part in range(2 if self.turn else 1):  # what only one of two stretches needs is not computed for the other
+            given = {"y": [both[part] for both in stores], "s": sums["n"], "a": sums["m"]}
+            self.numbers = dict(made)
+            if self.turn:
+                self.lines.append("} else {" if part else "if (!upper) {")
+            for op in self.behind([op for ops in given.values() for op in ops], p.dots):
+                self.define(op, self.lines)
+            for name, ops in given.items():
+                self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(ops)]
+        self.lines += ["}"] if self.turn else []
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
-        most = max(len(self.reads), len(self.writes), self.sums, self.crossed, len(self.vectors), len(self.heights))
+        beside = (self.reads, self.writes, self.vectors, self.heights, self.tables)
+        most = max(self.sums, self.crossed, *map(len, beside))
         self.ends: list[Vector] = []
         for side, lines in self.endings.items():
             after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]
@@ -205,6 +245,18 @@ class Product:
             raise NoText("it has more tensors beside the product than fit")
         if self.shape() is None:
             raise NoText("what is read and written beside the product leaves no room for its factors")
+
+    def pairs(self) -> list[tuple[Op, ...]]:
+        """The stores of each result: one, or those of both stretches."""
+        stores = self.product.stores
+        if not self.turn:
+            return [(op,) for op in stores]
+        place = {op: (a.argument, a.offset.constant) for op in stores for a in (self.walk.accesses[op],)}
+        lower = [op for op in stores if (place[op][0], place[op][1] - self.turn) not in place.values()]
+        found = [(op, *(o for o in stores if place[o] == (place[op][0], place[op][1] + self.turn))) for op in lower]
+        if len(stores) != 2 * len(lower) or any(len(both) != 2 for both in found):
+            raise NoText("it stores one of the stretches alone")
+        return found
 
     def finish(self, stores: Sequence[Op], sums: Sequence[Op], side: str, lines: list[str]) -> None:
         """What is made of finished sums that lie along rows or columns."""
@@ -272,6 +324,12 @@ class Product:
         spec = self.specs[access.argument]
         if access.guards or access.numbers or spec.dtype not in NAMES:
             raise NoText("a tensor beside the product is looked up, or holds no floats")
+        if not ending and not self.ragged and dims and (self.turn or not self.along(access)):
+            table = Vector(access.argument, 0, 1, NAMES[spec.dtype])
+            if table not in self.tables:
+                self.tables.append(table)
+            number = self.tables.index(table)
+            return Number(f"looked_up_{table.type}(args.table[{number}], {self.place(access)})")
         if dims and dims <= p.groups["m"] and ending != "n":
             high = Vector(access.argument, access.offset.constant, self.step(access, "m"), NAMES[spec.dtype])
             if high not in self.heights:
@@ -295,6 +353,15 @@ class Product:
             self.reads.append(matrix)
             self.read_types.append(NAMES[spec.dtype])
         return Number(f"x[{self.reads.index(matrix)}]")
+
+    def along(self, access: Access) -> bool:
+        """Whether a tensor has the rows and columns of the product, or one of both."""
+        try:
+            for name in "mn":
+                self.step(access, name)
+        except NoText:
+            return False
+        return True
 
     # ---- how much of it fits -----------------------------------------------------------------------------------------
 
@@ -342,10 +409,12 @@ class Product:
             "NOUT": len(self.writes),
             "NVEC": len(self.vectors),
             "NROW": len(self.heights),
+            "NTABLE": len(self.tables),
             "NSUM": self.sums,
             "NACROSS": self.crossed,
             "NEND": len(self.ends),
             "PARTS": self.parts,
+            "TURN": self.turn,
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
@@ -390,9 +459,12 @@ class Product:
         return "x < args.n" if self.ragged else "true"
 
 
-#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, at: the column; y: results, s: summands of
-#: sums over rows, a: over columns
-AROUND = "const float* v, const float* x, const float* b, const float* r, int at, float* y, float* s, float* a"
+#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, up and at: row and column, upper: whether it
+#: is the second of two stretches; y: results, s: summands of sums over rows, a: over columns
+AROUND = (
+    "const Args& args, const float* v, const float* x, const float* b, const float* r, int up, int at, bool upper, "
+    "float* y, float* s, float* a"
+)
 FINISHED = "const Args& args, int at, const float* s"
 #: two neighbours of a vector, or one number twice
 PAIRS = """

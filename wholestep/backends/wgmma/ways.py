@@ -161,7 +161,8 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
         data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
     own = len(scratch) - product.crossed
-    tables = [[*map(pointer_of, product.vectors), 0], [*map(pointer_of, product.heights), 0]]
+    beside = (product.vectors, product.heights, product.tables)
+    tables = [[*map(pointer_of, own_kind), 0] for own_kind in beside]
     tables += [[*scratch[:own], *([] if product.aside else [0])], [*scratch[own:], 0]]
     for table in (*tables, [*map(pointer_of, product.ends), 0]):
         data += b"".join(p.to_bytes(8, "little") for p in table)
