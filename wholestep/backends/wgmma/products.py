@@ -233,8 +233,8 @@ class Product:
                 self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(ops)]
         self.lines += ["}"] if self.turn else []
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
-        beside = (self.reads, self.writes, self.vectors, self.heights, self.tables)
-        most = max(self.sums, self.crossed, *map(len, beside))
+        beside = (self.vectors, self.heights, self.tables)
+        most = max(len(self.reads), len(self.writes), self.sums, self.crossed, *map(len, beside))
         self.ends: list[Vector] = []
         for side, lines in self.endings.items():
             after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]
