@@ -92,8 +92,10 @@ class Guessed(Choices):
 
     def guess(self, region: Region) -> Chosen:
         for provider in sorted(self.providers, key=lambda p: p.name != "wgmma"):
-            if provider.name not in ("triton", "cudnn", "wgmma") or (provider.name == "wgmma" and is_product(region)):
+            if provider.name not in ("triton", "cudnn", "wgmma"):
                 continue
+            if provider.name == "wgmma" and (is_product(region) or not cudnn_ways.why_unsuited(region)):
+                continue  # alone they are the libraries'
             if provider.name == "cudnn":
                 if not cudnn_ways.why_unsuited(region):
                     return Chosen("cudnn", "a guess", idle, (), seconds_of(region))

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 FOLDER = "tests/backends"
 GENERATED = ("generated_cases", "test_contraction", "test_depthwise", "test_unrolled", "test_window_rows")
-OTHERS = ("test_embedding_grad", "wgmma/test_wgmma")
+OTHERS = ("test_embedding_grad", "wgmma/test_wgmma", "wgmma/test_windows")
 SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), *(f"{FOLDER}/{name}.py" for name in OTHERS)]
 #: processes that share the tests
 AT_ONCE = 14

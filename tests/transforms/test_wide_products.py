@@ -1,4 +1,5 @@
-"""Wide products take along what reads their results or sums up a factor, where somebody runs that and it is faster."""
+"""Wide products and convolutions take along what reads their results or sums up a factor, where somebody runs that and
+it is faster."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from wholestep.ir import BF16, F32, TensorType, verify
 from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op, Value
 from wholestep.runtime.executor import Executable
-from wholestep.transforms import again, tall_products
+from wholestep.transforms import again, tall_products, wide_products
+from wholestep.transforms.around import divide
 from wholestep.transforms.fuse import dissolve, fuse
-from wholestep.transforms.regions import Piece
+from wholestep.transforms.regions import Bodies, Piece
 
 ROWS, WIDE, NARROW = 48, 40, 32
 
@@ -24,7 +26,8 @@ ROWS, WIDE, NARROW = 48, 40, 32
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "LEAST", 2048)
-    monkeypatch.setattr(tall_products, "LEAST", 0)
+    for module in (tall_products, wide_products):
+        monkeypatch.setattr(module, "LEAST", 0)
 
 
 def activation(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
@@ -60,7 +63,7 @@ def joined(function: Op, clock: Clock, able: Any) -> list[list[str]]:
     dissolve(function, lambda op: True)
     for got, want in zip(Executable(function)(inputs), wanted, strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=2e-2, atol=2e-2)
-    return [names for names in kernels if "step.contract" in names]
+    return [names for names in kernels if "step.contract" in names or "step.conv" in names]
 
 
 def bodies_of(function: Op) -> list[Op]:
@@ -108,6 +111,53 @@ def test_a_kernel_that_goes_on_from_sums_is_cut_behind_them() -> None:
     (names,) = joined(of(exponentials), Clock(), able)
     assert "step.exp" in names and "step.sum" in names
     assert joined(of(exponentials), Clock(faster=False), able) == []
+
+
+def statistics(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    """BatchNorm's, behind a convolution."""
+    y = b.conv(x, w, **WINDOW)
+    wide = b.cast(y, dtype=F32)
+    return [y, b.mean(wide, dims=(0, 2, 3)), b.mean(b.mul(wide, wide), dims=(0, 2, 3))]
+
+
+def norm_gradient(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    """The sums of BatchNorm's gradient behind an input gradient through ReLU."""
+    g, before = b.conv(x, w, **WINDOW), b.cast(pre, dtype=F32)
+    kept = b.select(b.le(before, 0.0), 0.0, b.cast(g, dtype=F32))
+    sums = [b.sum(v, dims=(0, 2, 3)) for v in (kept, b.mul(kept, before))]
+    return [g, *sums]
+
+
+WINDOW = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+
+
+def convolution(build: Any) -> Op:
+    shapes = [(2, 24, 6, 8), (32, 24, 3, 3), (2, 32, 6, 8)]
+    return program([TensorType(s, BF16) for s in shapes], build)
+
+
+@pytest.mark.parametrize(("build", "op"), [(statistics, "step.mean"), (norm_gradient, "step.select")])
+def test_what_reads_a_convolution_is_taken_along(build: Any, op: str) -> None:
+    (names,) = joined(convolution(build), Clock(), anything)
+    assert "step.conv" in names and op in names
+
+
+@pytest.mark.parametrize(
+    ("clock", "able"), [(Clock(faster=False), anything), (Clock(), lambda *_: False), (Clock(), None)]
+)
+def test_a_convolution_stays_alone_where_that_is_faster_or_nobody_runs_it(clock: Clock, able: Any) -> None:
+    assert joined(convolution(norm_gradient), clock, able) == []
+
+
+def test_a_convolution_and_what_it_took_along_come_apart_again() -> None:
+    """Where nobody runs both as one after all, each is a kernel of its own."""
+    function, bodies = convolution(norm_gradient), Bodies()
+    fusion = fuse(function, bodies=bodies, seconds=Clock(), follows=anything)
+    assert len(bodies_of(function)) == 1
+    parts = divide(function, fusion, bodies, lambda op: True)
+    verify(root_of(function))
+    names = [[o.name for o in r.regions[0].block if not o.definition.terminator] for r in bodies_of(function)]
+    assert len(parts) == len(names) == 2 and names[0] == ["step.conv"] and "step.select" in names[1]
 
 
 def test_a_sum_goes_with_the_product_that_may_take_it() -> None:

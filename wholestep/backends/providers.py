@@ -458,10 +458,10 @@ class Triton(Generator):
 
 @register_provider
 class Wgmma(Provider):
-    """Matrix products that we generate for Hopper GPUs in CUDA C++, with what follows them inside."""
+    """Matrix products and convolutions that we generate for Hopper GPUs in CUDA C++, with what follows them inside."""
 
     name, devices, below = "wgmma", ("cuda",), "triton"
-    alone = ("step.contract",)
+    alone = wgmma_ways.OPS
 
     def follows(self, region: Region | None = None) -> bool:
         return not wgmma_ways.why_absent() if region is None else wgmma_ways.is_wide(region)

@@ -318,8 +318,9 @@ def pieces_around(body: Op) -> list[Piece]:
         return pieces_of_product(products[0], position)
     try:
         sides = sides_of(body)
-    except NotAround:
-        return []
+    except NotAround:  # what follows is of any kind: a convolution as a product (`wide_products.py`)
+        images = [op for op in position if op.name in TAKES]
+        return pieces_of_product(images[0], position) if len(images) == 1 else []
     anchor = piece_of([sides.anchor], position)
     before, after = ([] if s is None else [s.piece] for s in (sides.before, sides.after))
     return [*before, anchor, *after]

@@ -76,6 +76,13 @@ def has_small_windows(op: Op) -> bool:
     return op.name == "step.conv" and op.groups == 1 and op.w.type.shape[1] * op.w.type.shape[-1] <= ROW
 
 
+def has_wide_windows(op: Op) -> bool:
+    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows."""
+    if op.name != "step.conv" or op.groups > 1 or op.transposed or len(op.stride) != 2 or has_small_windows(op):
+        return False
+    return op.x.type.element.text in ("bf16", "f16")
+
+
 @dataclass(slots=True)
 class Choice:
     """Kernels as they are and as they would be; the second where it is measured to be faster."""
@@ -101,7 +108,7 @@ def why_not(fuser: Fuser, piece: Piece) -> str:
     """Why a product and its neighbours are no kernel. It is walked in tiles: a walk by rows is not asked of it."""
     if any(has_small_windows(op) for op in piece.ops):
         return around.why_not(fuser, [op for op in piece.ops if around.is_work(op)])
-    if not any(op.name == "step.contract" for op in piece.ops):
+    if not any(op.name == "step.contract" or has_wide_windows(op) for op in piece.ops):
         return fuser.bodies(piece).why_not
     body = fuser.bodies(piece)
     if body.why_not and body.function is not None and body.rows is None:
@@ -147,14 +154,14 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
             fuser.refuse(*choice.pair, why, choice.saved)
 
 
-def heavy(fuser: Fuser, found: Iterable[Choice]) -> list[Choice]:
-    """The choices that save many bytes together with those that are like them."""
+def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:
+    """The choices that save many bytes together with those that are like them, or so many at least."""
     choices = list(found)
     kinds = [tuple(id(fuser.bodies(p)) for p in (*c.old, *c.new)) for c in choices]
     saved = dict.fromkeys(kinds, 0)
     for kind, choice in zip(kinds, choices, strict=True):
         saved[kind] += choice.saved
-    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= LEAST]
+    return [c for kind, c in zip(kinds, choices, strict=True) if saved[kind] >= (LEAST if least is None else least)]
 
 
 # ---- before a product ------------------------------------------------------------------------------------------------

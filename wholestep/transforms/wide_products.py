@@ -1,10 +1,11 @@
-"""Wide products take along what reads their results or sums up a factor of theirs, where a provider has kernels for
-that and the clock says so.
+"""Wide products, and convolutions, take along what reads their results or sums up a factor of theirs, where a provider
+has kernels for that and the clock says so.
 
 Such a product keeps tensor cores busy; an activation or its gradient behind it is then computed beside the next tile,
 and what the product makes is not read again (or, where nobody else wants it, not even written). A kernel that goes on
 from sums of what it reads is cut behind them. A gradient that a weight's gradient is made of is summed up on the way
-for that of a bias. Tall products, which wait for memory, are `tall_products.py`'s.
+for that of a bias. Statistics of what a convolution makes, and the sums of a norm's gradient behind that of its input,
+are what it takes along. Tall products, which wait for memory, are `tall_products.py`'s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .regions import base, piece_of
 from .tall_products import (
     Choice,
     afters,
+    has_wide_windows,
     heavy,
     is_tall,
     likely_orders,
@@ -35,23 +37,26 @@ from .tall_products import (
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
+#: bytes that all kernels that are alike must save to be worth measuring: few, since other sizes are the same kernel
+LEAST = 1 << 24
+
 
 def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Joins wide products with their neighbours; gives all kernels."""
     if fuser.follows is None:
         return groups
-    wide = [op for op in fuser.nodes if sizes_of(op) and not is_tall(op) and op.results[0].uses]
-    wide = [op for op in wide if fuser.groups[op].members == [op]]
+    wide = [op for op in fuser.nodes if is_wide(op) and op.results[0].uses and fuser.groups[op].members == [op]]
+    products = [op for op in wide if sizes_of(op)]
     orders = likely_orders(fuser.block)
 
     def able(choice: Choice) -> bool:
         assert fuser.follows is not None
         return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
 
-    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
+    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide)), LEAST))
     cuts: list[Group] = []
-    take_faster(fuser, heavy(fuser, filter(able, up_to_sums(fuser, wide, cuts))))
-    take_faster(fuser, heavy(fuser, beside(fuser, wide, able)))
+    take_faster(fuser, heavy(fuser, filter(able, up_to_sums(fuser, products, cuts))))
+    take_faster(fuser, heavy(fuser, beside(fuser, products, able)))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in (*groups, *cuts) if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -119,6 +124,11 @@ def take_part(
         for group in groups:
             take_along(fuser, other, group)
     cuts.append(groups[0])
+
+
+def is_wide(op: Op) -> bool:
+    """Whether an op may take along what reads its result."""
+    return (bool(sizes_of(op)) and not is_tall(op)) or has_wide_windows(op)
 
 
 def beside(fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool]) -> Iterator[Choice]:

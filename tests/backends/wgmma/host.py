@@ -1,6 +1,7 @@
 """What `wholestep/backends/wgmma` generates, run on a CPU: the same functions around sums that torch has computed.
 
 It walks tiles as `product.cu` does, without tensor cores: rows of 128 with one partial sum each, columns in pairs.
+Windows are gathered by the kernel's own coordinates, and by copies that do what the manual says of the instruction.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from pathlib import Path
 
 import torch
 
-from wholestep.backends.wgmma.products import COLUMNS, ROWS, Matrix, Product, Vector
+from wholestep.backends.wgmma.products import COLUMNS, ROWS, SUMMED, Matrix, Product, Vector
+from wholestep.backends.wgmma.windows import Convolution
+
+TYPES = r"""
+#define __device__
+#define __forceinline__ inline
+typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16;
+"""
 
 PRELUDE = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#define __device__
-#define __forceinline__ inline
-typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16;
 struct Args {
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];
@@ -102,6 +107,62 @@ extern "C" void run(
 }
 """
 
+GATHER = r"""
+struct Image { int sizes[4], lower[2], upper[2], steps[2]; long strides[3]; };
+extern "C" void gather(
+    const u16* image, const Image* box, const Window* window, int m, int k, u16* windows, const u16* weights, int n,
+    u16* rows) {
+    const int steps = steps_of(*window, k), width = steps * BK;
+    for (int row = 0; row < m; row += 128) {
+        Walk walk(*window, row);
+        for (int step = 0; step < steps; ++step, walk.next(*window)) {
+            int x = walk.x, y = walk.y, at = walk.image;
+            for (int i = 0; i < 128; ++i) {
+                const long over = x + walk.over(*window), down = y + walk.down(*window);
+                const bool across = over >= 0 && over < box->sizes[1] && down >= 0 && down < box->sizes[2];
+                for (int c = 0; c < BK; ++c) {
+                    const int channel = walk.channel + c;
+                    const bool inside = across && at < box->sizes[3] && channel < box->sizes[0];
+                    const long from = channel + over * box->strides[0] + down * box->strides[1] + at * box->strides[2];
+                    windows[(long)(row + i) * width + step * BK + c] = inside ? image[from] : 0;
+                }
+                if ((x += box->steps[0]) < box->sizes[1] + box->upper[0]) continue;
+                x = box->lower[0];
+                if ((y += box->steps[1]) < box->sizes[2] + box->upper[1]) continue;
+                y = box->lower[1], ++at;
+            }
+            for (int r = 0; row == 0 && r < n; ++r)
+                for (int c = 0; c < BK; ++c) {
+                    const int from = walk.weight(*window) + c;
+                    rows[(long)r * width + step * BK + c] = from < k ? weights[(long)r * k + from] : 0;
+                }
+        }
+    }
+}
+"""
+
+
+def gathered(product: Convolution, tensors: Sequence[torch.Tensor], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows and weights as tiles have them, step by step; after the last window there is nothing but zeros."""
+    text = product.source(product.shape())  # type: ignore[arg-type]
+    kind = next(line for line in text.splitlines() if line.startswith("struct Window"))
+    walk = text.partition("// ---- windows")[2].partition("// ---- numbers")[0].partition("\n")[2]
+    source, made = folder / "gather.cpp", folder / "gather.so"
+    source.write_text(f"#define WINDOW 1\n#define BK {SUMMED}\n{TYPES}{kind}\n{walk}{GATHER}")
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
+    how, window = product.gathering, (ctypes.c_int * 10)(*product.window)
+    numbers = (ctypes.c_int * 16)(*how.sizes, *how.lower, *how.upper, *how.steps)
+    strides = (ctypes.c_long * 3).from_buffer(numbers, 40)
+    strides[:] = how.strides
+    image, weights = (tensors[product.places[m.argument].argument] for m in (product.a, product.b))
+    width = -(-image.shape[1] // SUMMED) * SUMMED * (product.k // image.shape[1])
+    tall = -(-product.m // ROWS) * ROWS
+    windows, rows = (torch.full((n, width), float("nan"), dtype=image.dtype) for n in (tall, product.n))
+    at = [ctypes.c_void_p(t.data_ptr()) for t in (image, windows, weights, rows)]
+    ctypes.CDLL(str(made)).gather(at[0], numbers, window, product.m, product.k, at[1], at[2], product.n, at[3])
+    assert not windows[product.m :].any()
+    return windows[: product.m].float(), rows.float().T
+
 
 def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None:
     """Runs a product on tensors of a CPU: operands and results of its region."""
@@ -114,7 +175,7 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
     functions = text[0][text[0].index("__device__ __forceinline__ float bf16_rounded") :]
     functions = "".join(own for own in split(functions) if "asm" not in own)
     source, made = folder / "host.cpp", folder / "host.so"
-    source.write_text(defined + PRELUDE + functions + product.generated + WALK)
+    source.write_text(defined + TYPES + PRELUDE + functions + product.generated + WALK)
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
 
     def pointer(own: Matrix | Vector) -> int:
@@ -126,8 +187,11 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
         whole = tensors[own.argument]
         return whole.as_strided((own.rows, own.columns), (own.stride, 1), whole.storage_offset() + own.begin).float()
 
-    left = matrix(product.a).T if product.along_a else matrix(product.a)
-    right = matrix(product.b) if product.along_b else matrix(product.b).T
+    if isinstance(product, Convolution):
+        left, right = gathered(product, tensors, folder)
+    else:
+        left = matrix(product.a).T if product.along_a else matrix(product.a)
+        right = matrix(product.b) if product.along_b else matrix(product.b).T
     sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
     partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]
     crossed = [torch.full((-(-product.n // COLUMNS), product.m), float("nan")) for _ in range(product.crossed)]

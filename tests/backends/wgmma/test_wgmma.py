@@ -30,12 +30,20 @@ TOLERANCE = {"bf16": 1e-2, "f16": 2e-3}
 M, N, K = 200, 136, 72
 
 
-def case(name: str, *inputs: Any) -> Callable[[Build], Build]:
-    def add(build: Build) -> Build:
-        CASES[name] = (list(inputs), build)
-        return build
+def case_in(cases: dict[str, tuple[list[Any], Build]]) -> Callable[..., Callable[[Build], Build]]:
+    """A decorator that adds what a function builds to some cases, by a name and with the types of its inputs."""
 
-    return add
+    def case(name: str, *inputs: Any) -> Callable[[Build], Build]:
+        def add(build: Build) -> Build:
+            cases[name] = (list(inputs), build)
+            return build
+
+        return add
+
+    return case
+
+
+case = case_in(CASES)
 
 
 for spec, left, right in (

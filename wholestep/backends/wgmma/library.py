@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -137,11 +138,8 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, stre
 def tensor_map(pointer: int, dtype: torch.dtype, sizes: tuple[int, int], stride: int, box: Sequence[int]) -> bytes:
     """How tiles of a matrix are copied: its rows and columns, elements from row to row, columns and rows of a tile."""
     rows, columns = sizes
-    room = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
-    at = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    call(
+    return encoded(
         "cuTensorMapEncodeTiled",
-        ctypes.c_void_p(at),
         ELEMENTS[dtype],
         2,
         ctypes.c_void_p(pointer),
@@ -149,9 +147,42 @@ def tensor_map(pointer: int, dtype: torch.dtype, sizes: tuple[int, int], stride:
         (ctypes.c_uint64 * 1)(stride * dtype.itemsize),
         (ctypes.c_uint32 * 2)(*box),
         (ctypes.c_uint32 * 2)(1, 1),
-        0,
-        SWIZZLE_128,
-        PROMOTE_256,
-        0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How windows of an image are copied. Dimensions are in the order of memory, channels first, then along a row, from
+    row to row, and images; corners are of the box that windows begin in, from those of the image: along a row, then
+    from row to row."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    lower: tuple[int, int]
+    upper: tuple[int, int]
+    steps: tuple[int, int]
+
+
+def window_map(pointer: int, dtype: torch.dtype, how: Gathering, channels: int, windows: int) -> bytes:
+    """How tiles of windows are copied, so many channels of so many windows at a time."""
+    return encoded(
+        "cuTensorMapEncodeIm2col",
+        ELEMENTS[dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 4)(*how.sizes),
+        (ctypes.c_uint64 * 3)(*(s * dtype.itemsize for s in how.strides)),
+        (ctypes.c_int * 2)(*how.lower),
+        (ctypes.c_int * 2)(*how.upper),
+        channels,
+        windows,
+        (ctypes.c_uint32 * 4)(1, *how.steps, 1),
+    )
+
+
+def encoded(name: str, *arguments: object) -> bytes:
+    """A tensor map by a function of the driver; all of ours are swizzled alike and give zeros outside."""
+    room = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
+    at = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    call(name, ctypes.c_void_p(at), *arguments, 0, SWIZZLE_128, PROMOTE_256, 0)
     return ctypes.string_at(at, MAP_BYTES)

@@ -2,34 +2,45 @@
 //
 // A block of three warpgroups stays for many tiles. One thread of the third fetches factors ahead into a ring of stages;
 // the other two take turns: while one multiplies, the other computes what follows from its tile of sums, stores it and
-// adds up its columns. A tile is 128 rows by 128 columns; where the result is read at two places at once (PARTS == 2) it
-// is 64 columns of each, unless these are neighbouring stretches of TURN columns, as where halves of a head are turned by
-// rotary positions. Results pass through shared memory, 64 columns at a time, in the places of what was read
+// adds up its columns. A tile is 128 rows by 128 columns, or 64 where windows (below) have no more; where the result is
+// read at two places at once (PARTS == 2) it is 64 columns of each, unless these are neighbouring stretches of TURN
+// columns, as where halves of a head are turned by rotary positions. Results pass through shared memory, 64 columns at a
+// time, in the places of what was read
 // beside the product or in places of their own.
+//
+// The first factor may be the windows of an image (WINDOW): row by row of the result, tap by tap, 64 channels at a time.
+// They are gathered by the copies themselves, which know how an image is walked; the tiles are then those of a product.
+// Where there is one column of tiles and all its weights fit, a block fetches them once (STAYS).
 //
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
 // What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
 // rows, `ending` for finished sums over rows, `crossing` for those over columns, `aside` for those of a factor.
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
-// rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
-// tiles reach over the edge), ASIDE (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without
-// something to read), FACTOR (the type of factors).
+// rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A,
+// ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, TURN, RAGGED (whether
+// tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), ASIDE (0, or which factor is summed up: 1, 2),
+// STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
+// (the type of factors).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
 #define BM 128
-#define BN 128
 #define BK 64
 #define WIDTH (BN / PARTS)
 #define PIECES (WIDTH / 64)
 #define STAGE (BM * BK * 2)
+#define STAGE_B (BN * BK * 2)
 #define SLOT (BM * 64 * 2)
 #define OWN (NOUT > NIN ? NOUT - NIN : 0)
 
 struct __align__(64) Map { u64 words[16]; };
+
+#if WINDOW
+struct Window { int channels, taps_x, p, q, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x; };
+#endif
 
 struct Args {
     Map a, b, in[NIN + 1], out[NOUT + 1];
@@ -37,7 +48,34 @@ struct Args {
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
     int m, n, k, group, begin[2];
+#if WINDOW
+    Window window;
+#endif
 };
+
+// ---- windows --------------------------------------------------------------------------------------------------------
+
+#if WINDOW
+// Where a tile's windows begin, and what of them is fetched next.
+struct Walk {
+    int x, y, image, channel, tap, tap_x, tap_y;
+    __device__ Walk(const Window& w, int row)
+        : x(row % w.q * w.stride_x - w.padding_x), y(row / w.q % w.p * w.stride_y - w.padding_y), image(row / (w.q * w.p)),
+          channel(0), tap(0), tap_x(0), tap_y(0) {}
+    __device__ __forceinline__ u16 over(const Window& w) const { return (u16)(tap_x * w.dilation_x); }
+    __device__ __forceinline__ u16 down(const Window& w) const { return (u16)(tap_y * w.dilation_y); }
+    // where the same lies in a row of weights
+    __device__ __forceinline__ int weight(const Window& w) const { return tap * w.channels + channel; }
+    __device__ __forceinline__ void next(const Window& w) {
+        channel += BK;
+        if (channel < w.channels) return;
+        channel = 0, ++tap;
+        if (++tap_x == w.taps_x) tap_x = 0, ++tap_y;
+    }
+};
+// every tap has whole steps: beyond its channels the image is zero
+__device__ __forceinline__ int steps_of(const Window& w, int k) { return k / w.channels * ((w.channels + BK - 1) / BK); }
+#endif
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
@@ -136,6 +174,16 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, u32 bar, int x, in
         "l"(map), "r"(bar), "r"(x), "r"(y)
         : "memory");
 }
+#if WINDOW
+// 128 windows, one after another, at one tap; zeros outside of the image
+__device__ __forceinline__ void fetch_windows(u32 to, const Map* map, u32 bar, const Window& w, const Walk& walk) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(map), "r"(bar), "r"(walk.channel), "r"(walk.x), "r"(walk.y), "r"(walk.image), "h"(walk.over(w)), "h"(walk.down(w))
+        : "memory");
+}
+#endif
 __device__ __forceinline__ void put(const Map* map, u32 from, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(x),
                  "r"(y)
@@ -151,7 +199,8 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 lead) {
 }
 #define EIGHT(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int add) {
+__device__ __forceinline__ void multiply(float (&d)[BN / 2], u64 a, u64 b, int add) {
+#if BN == 128
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTOR "." FACTOR " "
@@ -160,10 +209,19 @@ __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int add) 
         "%61,%62,%63}, %64, %65, p, 1, 1, %67, %68;\n}"
         : EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24), EIGHT(d, 32), EIGHT(d, 40), EIGHT(d, 48), EIGHT(d, 56)
         : "l"(a), "l"(b), "r"(add), "n"(ALONG_A), "n"(ALONG_B));
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." FACTOR "." FACTOR " "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        " %32, %33, p, 1, 1, %35, %36;\n}"
+        : EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24)
+        : "l"(a), "l"(b), "r"(add), "n"(ALONG_A), "n"(ALONG_B));
+#endif
 }
-__device__ __forceinline__ void settle(float (&d)[64]) {
+__device__ __forceinline__ void settle(float (&d)[BN / 2]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 // half as many sums, each over twice as many rows
 template <int half>
@@ -194,13 +252,18 @@ struct Places {
 extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = base + 2 * STAGES * STAGE;
+#if WINDOW
+    const int steps = steps_of(args.window, args.k);
+#else
+    const int steps = (args.k + BK - 1) / BK;
+#endif
+    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = stages_b + (STAYS ? steps : STAGES) * STAGE_B;
     const u32 sums = slots + 2 * (NIN * AHEAD + OWN * DEPTH) * SLOT, bars = sums + 2 * NSUM * 1024;
     const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     const Places places(args);
-    const int steps = (args.k + BK - 1) / BK;
     if (threadIdx.x == 0) {
+        if (STAYS) make_barrier(beside + 16, 1);
         for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, ASIDE ? 6 : 4);
         make_barrier(beside, 1), make_barrier(beside + 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
@@ -210,14 +273,29 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (thread == 0) {
             u32 stage = 0, phase = 1;
+#if STAYS
+            expect(beside + 16, steps * STAGE_B);
+            Walk weights(args.window, 0);
+            for (int k = 0; k < steps; ++k, weights.next(args.window))
+                fetch(stages_b + k * STAGE_B, &args.b, beside + 16, weights.weight(args.window), 0);
+#endif
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
                 int row, column;
                 places.of(tile, row, column);
-                const int one = column * WIDTH + args.begin[0], other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
+                [[maybe_unused]] const int one = column * WIDTH + args.begin[0];
+                [[maybe_unused]] const int other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
+#if WINDOW
+                Walk walk(args.window, row * BM);
+#endif
                 for (int k = 0; k < steps; ++k) {
                     wait(empty + 8 * stage, phase);
-                    const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE;
-                    expect(bar, 2 * STAGE);
+                    const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE_B;
+                    expect(bar, STAGE + (STAYS ? 0 : STAGE_B));
+#if WINDOW
+                    fetch_windows(a, &args.a, bar, args.window, walk);
+                    if (!STAYS) fetch(b, &args.b, bar, walk.weight(args.window), one);
+                    walk.next(args.window);
+#else
                     if (ALONG_A) {
                         fetch(a, &args.a, bar, row * BM, k * BK);
                         fetch(a + STAGE / 2, &args.a, bar, row * BM + 64, k * BK);
@@ -231,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                         fetch(b, &args.b, bar, k * BK, one);
                         if (PARTS > 1) fetch(b + STAGE / 2, &args.b, bar, k * BK, other);
                     }
+#endif
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
@@ -277,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         const u32 own = slots + group * (NIN * AHEAD + OWN * DEPTH) * SLOT, ready = beside + 8 * group;
         const int matrix = lane / 8, first = warp * 16 + (matrix & 1) * 8 + lane % 8;
         u32 turn = 0;
+        if (STAYS) wait(beside + 16, 0);
         if (group == 1) hand_over(1, 256);
         auto read_ahead = [&](int tile, int piece) {
             int row, column;
@@ -291,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         if (NIN && thread == 0 && blockIdx.x + group * gridDim.x < places.tiles) read_ahead(blockIdx.x + group * gridDim.x, 0);
         int done = group * steps;
         for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles; tile += 2 * gridDim.x, done += 2 * steps) {
-            float total[2][64];
+            float total[2][BN / 2];
             int row, column;
             places.of(tile, row, column);
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
@@ -301,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             for (int k = 0; k < steps; ++k) {
                 wait(full + 8 * stage, phase);
                 const u64 a = matrix_at(stages_a + stage * STAGE, ALONG_A ? STAGE / 2 : 16);
-                const u64 b = matrix_at(stages_b + stage * STAGE, ALONG_B ? STAGE / 2 : 16);
+                const u64 b = matrix_at(stages_b + (STAYS ? k : stage) * STAGE_B, ALONG_B ? STAGE / 2 : 16);
                 settle(total[0]), settle(total[1]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

@@ -68,15 +68,17 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much of a block's memory goes where: stages of factors, pieces that are read ahead, places of results."""
+    """How much of a block's memory goes where: stages of factors, pieces that are read ahead, places of results.
+    stays: whether the second factor is fetched once, and stages are of the first."""
 
     stages: int
     ahead: int
     depth: int
     group: int = 8
+    stays: bool = False
 
     def __str__(self) -> str:
-        return f"turns 128x128x64 s{self.stages} a{self.ahead} g{self.group}"
+        return f"s{self.stages} a{self.ahead} g{self.group}{' stays' if self.stays else ''}"
 
 
 class Wide(Contraction):
@@ -87,6 +89,9 @@ class Wide(Contraction):
 
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
+
+    #: whether the rows of its first factor are windows of an image (`windows.py`)
+    windowed = False
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
@@ -366,36 +371,45 @@ class Product:
     # ---- how much of it fits -----------------------------------------------------------------------------------------
 
     @property
+    def columns(self) -> int:
+        """Of a tile."""
+        return COLUMNS
+
+    @property
     def pieces(self) -> int:
-        return COLUMNS // self.parts // PIECE
+        return self.columns // self.parts // PIECE
 
     def bytes(self, shape: Shape) -> int:
         """Shared memory of a block."""
         own = max(0, len(self.writes) - len(self.reads))
         slots = 2 * (len(self.reads) * shape.ahead + own * shape.depth) * SLOT
-        return 2 * shape.stages * STAGE + slots + 2 * self.sums * 1024 + 16 * shape.stages + 16
+        return self.factors(shape) + slots + 2 * self.sums * 1024 + 16 * shape.stages + 24
 
-    def shape(self) -> Shape | None:
+    def factors(self, shape: Shape) -> int:
+        """Shared memory for tiles of factors."""
+        return shape.stages * STAGE * (ROWS + self.columns) // ROWS
+
+    def shape(self, stays: bool = False) -> Shape | None:
         """As many stages as fit, with all read ahead that may be; None where there are too few."""
         for ahead in range(self.pieces, 0, -1):
             for stages in range(ENOUGH, FEWEST, -1):
-                shape = Shape(stages, ahead, 1)
+                shape = Shape(stages, ahead, 1, stays=stays)
                 if self.bytes(shape) <= SHARED:
                     return shape
-        shape = Shape(FEWEST, 1, 1)
+        shape = Shape(FEWEST, 1, 1, stays=stays)
         return shape if self.bytes(shape) <= SHARED else None
 
     @property
     def tiles(self) -> int:
-        return -(-self.m // ROWS) * -(-self.n // (COLUMNS // self.parts))
+        return -(-self.m // ROWS) * -(-self.n // (self.columns // self.parts))
 
     @property
     def ragged(self) -> bool:
-        return bool(self.m % ROWS or self.n % (COLUMNS // self.parts))
+        return bool(self.m % ROWS or self.n % (self.columns // self.parts))
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
-        rows, columns = -(-self.m // ROWS), -(-self.n // (COLUMNS // self.parts))
+        rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
         shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
         shapes += [(columns, self.m)] * self.crossed
         return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
@@ -418,6 +432,9 @@ class Product:
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
+            "WINDOW": int(self.windowed),
+            "BN": self.columns,
+            "STAYS": int(shape.stays),
             "ASIDE": self.aside,
             "STAGES": shape.stages,
             "AHEAD": shape.ahead,

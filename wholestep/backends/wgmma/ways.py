@@ -13,7 +13,8 @@ import torch
 from ...transforms.tall_products import RIDGE
 from ..triton.scalars import NoText
 from . import library
-from .products import ALIGNMENT, COLUMNS, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector, product_of
+from .products import ALIGNMENT, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector
+from .windows import Convolution, product_of
 
 if TYPE_CHECKING:
     from ..providers import Launcher, Progress, Region
@@ -23,6 +24,8 @@ LEAST, FEW = 1 << 28, 32
 THREADS, FINISHING, FINISHED = 384, 256, 32
 #: compute capability of the GPUs that have the instruction
 HOPPER = 9
+#: what may run alone, or with what follows
+OPS = ("step.contract", "step.conv")
 
 
 def why_absent() -> str:
@@ -48,11 +51,12 @@ def why_not(region: Region) -> str:
 
 
 def is_wide(region: Region) -> bool:
-    """Whether a region is a product that may be run and that keeps tensor cores busy."""
-    if why_absent() or not any(op.name == "step.contract" for op in region.ops) or why_not(region):
+    """Whether a region is a product that may be run and that keeps tensor cores busy, or a convolution: with what
+    follows, nobody else runs one."""
+    if why_absent() or not any(op.name in OPS for op in region.ops) or why_not(region):
         return False
     p = product_of(region)
-    return p.m * p.n * p.k > RIDGE * (p.m * p.n + p.m * p.k + p.n * p.k)
+    return p.windowed or p.m * p.n * p.k > RIDGE * (p.m * p.n + p.m * p.k + p.n * p.k)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        return str(self.shape)
+        return f"turns {ROWS}x{self.product.columns}x{SUMMED} {self.shape}"
 
     @property
     def source(self) -> str:
@@ -74,9 +78,11 @@ class Way:
 
 def ways(region: Region) -> list[Way]:
     product = product_of(region)
-    shape = product.shape()
+    shape, kept = product.shape(), product.shape(stays=True) if product.windowed else None
     assert shape is not None
-    shapes = [shape, replace(shape, group=16)] if product.tiles > 512 else [shape]
+    shapes = [shape] if kept is None else [kept, shape]
+    if product.tiles > 512 and product.n > product.columns:  # (one column of tiles is walked in one order)
+        shapes.append(replace(shape, group=16))
     return [Way(region, product, s) for s in shapes]
 
 
@@ -155,8 +161,12 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
         return library.tensor_map(pointer_of(matrix), dtype, (matrix.rows, matrix.columns), matrix.stride, box)
 
     rows = (PIECE, SUMMED) if product.along_a else (SUMMED, ROWS)
-    columns = (PIECE, SUMMED) if product.along_b else (SUMMED, COLUMNS // product.parts)
-    data = mapped(product.a, *rows) + mapped(product.b, *columns)
+    columns = (PIECE, SUMMED) if product.along_b else (SUMMED, product.columns // product.parts)
+    if isinstance(product, Convolution):
+        windows = (product.specs[product.a.argument].dtype, product.gathering, SUMMED, ROWS)
+        data = library.window_map(pointer_of(product.a), *windows) + mapped(product.b, *columns)
+    else:
+        data = mapped(product.a, *rows) + mapped(product.b, *columns)
     for tensors in (product.reads, product.writes):
         data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
@@ -167,5 +177,6 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
     for table in (*tables, [*map(pointer_of, product.ends), 0]):
         data += b"".join(p.to_bytes(8, "little") for p in table)
     numbers = (product.m, product.n, product.k, shape.group, *(*product.begins, 0)[:2])
+    numbers += product.window if isinstance(product, Convolution) else ()
     data += b"".join(n.to_bytes(4, "little") for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
