@@ -1,0 +1,293 @@
+"""Attention with loops around it against the same ops in float64, in memory with guarded edges.
+
+The kernels run in a child process (`child.py`), which answers with the error per candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.triton.child import Ask, asking, serve
+from tests.backends.triton.test_contraction import assert_right, errors_of, guarded, strides_of
+from wholestep.backends.kernels import Spec
+from wholestep.backends.providers import Region, Triton, op_by_op
+from wholestep.dialects.step import StepBuilder
+from wholestep.dialects.step.base import torch_dtype
+from wholestep.ir.builtin import add_function, finish_function, module
+from wholestep.ir.core import Op
+from wholestep.ir.types import BOOL, F32, F64, I64, ScalarType, TensorType
+from wholestep.transforms.attention_sides import why_not
+
+Build = Callable[..., Any]
+#: shape of an input; or shape and element type, or shape, element type and how it lies in memory
+Input = Any
+
+
+@dataclass
+class Case:
+    """A body and its inputs; of gradients also the attention whose result and logsumexp the last inputs are."""
+
+    inputs: list[Input]
+    build: Build
+    forward: Build | None = None
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, *inputs: Input, forward: Build | None = None) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
+        CASES[name] = Case(list(inputs), build, forward)
+        return build
+
+    return add
+
+
+def turned(b: StepBuilder, x: Any, cos: Any, sin: Any) -> Any:
+    """Rotary positions, by halves."""
+    half = x.type.shape[-1] // 2
+    last = x.type.rank - 1
+    one, other = (b.slice(x, dim=last, start=i * half, stop=(i + 1) * half, stride=1) for i in (0, 1))
+    return b.add(b.mul(x, cos), b.mul(b.concat([b.neg(other), one], dim=last), sin))
+
+
+def turned_back(b: StepBuilder, dx: Any, cos: Any, sin: Any) -> Any:
+    """The gradient of `turned`, as autodiff writes it."""
+    half = dx.type.shape[-1] // 2
+    last = dx.type.rank - 1
+    d = b.mul(dx, sin)
+    one, other = (b.slice(d, dim=last, start=i * half, stop=(i + 1) * half, stride=1) for i in (0, 1))
+    back = b.concat([other, b.neg(one)], dim=last)
+    return b.add(b.mul(dx, cos), back)
+
+
+def joined_heads(b: StepBuilder, out: Any) -> Any:
+    """[B, H, L, E] as [B, L, H * E]."""
+    n, h, rows, e = out.type.shape
+    return b.reshape(b.transpose(out, order=(0, 2, 1, 3)), shape=(n, rows, h * e))
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@case("alone", (2, 3, 37, 20), (2, 3, 45, 20), (2, 3, 45, 24))
+def _(b, q, k, v):
+    return list(b.attention(q, k, v, scale=0.3))
+
+
+@case("causal, shared heads", (2, 4, 50, 16), (2, 2, 50, 16), (2, 2, 50, 16))
+def _(b, q, k, v):
+    return list(b.attention(q, k, v, scale=0.25, causal=True, enable_gqa=True))
+
+
+@case("causal, more keys than queries", (3, 18, 16), (3, 40, 16), (3, 40, 16))
+def _(b, q, k, v):
+    return list(b.attention(q, k, v, scale=-0.25, causal=True))
+
+
+@case("causal, fewer keys than queries, one matrix", (50, 48), (21, 48), (21, 48))
+def _(b, q, k, v):
+    return list(b.attention(q, k, v, scale=0.25, causal=True))
+
+
+@case("booleans, with rows that see nothing", (2, 2, 21, 16), (2, 2, 33, 16), (2, 2, 33, 16), ((2, 1, 21, 33), BOOL))
+def _(b, q, k, v, seen):
+    row = b.reshape(b.iota(start=0, stride=1, type=TensorType((21,), I64)), shape=(21, 1))
+    return list(b.attention(q, k, v, b.bit_and(seen, b.ge(row, 2)), scale=0.3))
+
+
+@case("numbers that are added, for all heads", (2, 2, 21, 16), (2, 2, 33, 16), (2, 2, 33, 16), (33,))
+def _(b, q, k, v, bias):
+    return list(b.attention(q, k, v, b.mul(bias, 2.0), scale=0.3))
+
+
+@case(
+    "positions on load, heads joined and gated on store",
+    ((2, 35, 3, 20), None, "padded"), (2, 35, 3, 20), (2, 35, 3, 20), ((35, 20), F32), ((35, 20), F32), (2, 35, 60),
+)  # fmt: skip
+def _(b, q, k, v, cos, sin, gate):
+    own = q.type.element
+    q, k, v = (b.transpose(x, order=(0, 2, 1, 3)) for x in (q, k, v))
+    wide = F32 if own.bits < 32 else own
+    cos, sin = (b.cast_to(x, wide) for x in (cos, sin))
+    q, k = (b.cast_to(turned(b, b.cast_to(x, wide), cos, sin), own) for x in (q, k))
+    out, lse = b.attention(q, k, v, scale=0.3, causal=True)
+    whole = joined_heads(b, out)
+    return [out, b.mul(whole, b.sigmoid(gate)), lse]
+
+
+@case("slices of one tensor with a bias, positions stored as well", (2, 33, 2 * 3 * 16), (2 * 3 * 16,), (33, 16), (33, 16))
+def _(b, x, bias, cos, sin):
+    x = b.add(x, bias)
+    parts = [b.slice(x, dim=2, start=s * 16, stop=e * 16, stride=1) for s, e in ((0, 4), (4, 5), (5, 6))]
+    q, k, v = (
+        b.transpose(b.reshape(p, shape=(2, 33, p.type.shape[2] // 16, 16)), order=(0, 2, 1, 3)) for p in parts
+    )
+    q, k = (turned(b, t, cos, sin) for t in (q, k))
+    out, lse = b.attention(q, k, v, scale=0.25, causal=True, enable_gqa=True)
+    return [q, k, joined_heads(b, out), lse]
+
+
+@case("pairs of neighbours are turned, a norm along heads", (2, 2, 19, 24), (2, 2, 19, 24), (2, 2, 19, 24), (19, 12), (24,))
+def _(b, q, k, v, angle, weight):
+    cos, sin = b.cos(angle), b.sin(angle)
+
+    def pairs(x):
+        n, h, rows, d = x.type.shape
+        x = b.reshape(x, shape=(n, h, rows, d // 2, 2))
+        one, other = (
+            b.reshape(b.slice(x, dim=4, start=i, stop=i + 1, stride=1), shape=(n, h, rows, d // 2)) for i in (0, 1)
+        )
+        parts = b.sub(b.mul(one, cos), b.mul(other, sin)), b.add(b.mul(one, sin), b.mul(other, cos))
+        parts = [b.reshape(p, shape=(n, h, rows, d // 2, 1)) for p in parts]
+        return b.reshape(b.concat(parts, dim=4), shape=(n, h, rows, d))
+
+    q = b.mul(b.mul(q, b.rsqrt(b.add(b.mean(b.mul(q, q), dims=(3,), keepdim=True), 1e-5))), weight)
+    out, _ = b.attention(pairs(q), pairs(k), v, scale=0.3)
+    return [b.add(pairs(out), v), b.sum(out, dims=(3,))]
+
+
+@case("a slice of the columns and dropout", ((3,), I64), (2, 2, 33, 32), (2, 2, 33, 32), (2, 2, 33, 32))
+def _(b, key, q, k, v):
+    out, _ = b.attention(q, k, v, scale=0.3)
+    draw = b.random(key, distribution="uniform", stream=3, type=TensorType(out.type.shape, F32))
+    dropped = b.select(b.ge(draw, 0.4), b.mul(out, 1 / 0.6), 0.0)
+    return [dropped, b.slice(out, dim=3, start=5, stop=24, stride=1)]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def plain(**options: Any) -> Build:
+    def build(b: StepBuilder, dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        *mask, _, _ = rest
+        return b.attention(q, k, v, *mask, **options)
+
+    return build
+
+
+for name, options, shapes in (
+    ("gradients", dict(scale=0.3), ((2, 3, 37, 24), (2, 3, 37, 20), (2, 3, 45, 20), (2, 3, 45, 24))),
+    ("gradients, causal, shared heads", dict(scale=0.25, causal=True, enable_gqa=True),
+     ((2, 4, 50, 16), (2, 4, 50, 16), (2, 2, 50, 16), (2, 2, 50, 16))),
+    ("gradients, causal, more keys than queries", dict(scale=0.25, causal=True),
+     ((3, 18, 16), (3, 18, 16), (3, 40, 16), (3, 40, 16))),
+    ("gradients, causal, fewer keys than queries", dict(scale=0.25, causal=True),
+     ((3, 50, 16), (3, 50, 16), (3, 18, 16), (3, 18, 16))),
+    ("gradients, booleans", dict(scale=0.3),
+     ((2, 2, 21, 16), (2, 2, 21, 16), (2, 2, 33, 16), (2, 2, 33, 16), ((2, 1, 21, 33), BOOL))),
+    ("gradients, numbers that are added", dict(scale=0.3),
+     ((2, 2, 21, 16), (2, 2, 21, 16), (2, 2, 33, 16), (2, 2, 33, 16), (2, 21, 33))),
+):  # fmt: skip
+
+    def build(b, dout, q, k, v, *rest, options=options):
+        *mask, out, lse = rest
+        return list(b.attention_grad(dout, q, k, v, out, lse, *mask, **options))
+
+    case(name, *shapes, shapes[0], (shapes[0][:-1], "wide"), forward=plain(**options))(build)
+
+
+def with_positions(b, dout, q, k, v, cos, sin, out, lse):
+    q, k = (turned(b, x, cos, sin) for x in (q, k))
+    return b.attention(q, k, v, scale=0.3, causal=True, enable_gqa=True)
+
+
+@case(
+    "gradients, positions on load and back on store",
+    (2, 35, 80), (2, 4, 35, 20), (2, 2, 35, 20), (2, 2, 35, 20), (35, 20), (35, 20), (2, 4, 35, 20), ((2, 4, 35), "wide"),
+    forward=with_positions,
+)  # fmt: skip
+def _(b, dout, q, k, v, cos, sin, out, lse):
+    dout = b.transpose(b.reshape(dout, shape=(2, 35, 4, 20)), order=(0, 2, 1, 3))
+    q, k = (turned(b, x, cos, sin) for x in (q, k))
+    dq, dk, dv = b.attention_grad(dout, q, k, v, out, lse, scale=0.3, causal=True, enable_gqa=True)
+    return [turned_back(b, dq, cos, sin), joined_heads(b, turned_back(b, dk, cos, sin)), joined_heads(b, dv)]
+
+
+# ---- running them ----------------------------------------------------------------------------------------------------
+
+
+def types_of(inputs: Sequence[Input], element: ScalarType) -> list[TensorType]:
+    wide = F64 if element is F64 else F32
+    found = []
+    for given in inputs:
+        shape, own = (given, None) if not isinstance(given[0], tuple) else given[:2]
+        own = wide if own == "wide" else own or element
+        found.append(TensorType(shape, F64 if element is F64 and own.kind == "float" else own))
+    return found
+
+
+def body_of(types: Sequence[TensorType], build: Build) -> tuple[Op, list[TensorType]]:
+    function = add_function(module(), "region", list(types))
+    block = function.regions[0].block
+    made = build(StepBuilder(block), *block.arguments)
+    finish_function(function, list(made))
+    for op in block:
+        if op.name.startswith("step.attention"):
+            op.attributes["kernel"] = "math"
+    assert block.last is not None
+    return function, [v.type for v in block.last.operands]
+
+
+def exact(inputs: Sequence[Input], build: Build, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a body gives in float64."""
+    function, _ = body_of(types_of(inputs, F64), build)
+    given = [t.cpu().double() if t.is_floating_point() else t.cpu() for t in tensors]
+    return op_by_op(Region(function, None, (), (), torch.device("cpu")))(*given)
+
+
+def region_of(case: Case, element: ScalarType, device: str) -> tuple[Op, list[torch.Tensor], list[torch.Tensor]]:
+    """A body with inputs, and memory for its results."""
+    function, results = body_of(types_of(case.inputs, element), case.build)
+    torch.manual_seed(0)
+    inputs = []
+    for given, type in zip(case.inputs, types_of(case.inputs, element), strict=True):
+        layout = given[2] if isinstance(given[0], tuple) and len(given) > 2 else None
+        tensor = guarded(type.shape, strides_of(type.shape, layout), torch_dtype(type.element), device)
+        whole = type.element.kind != "float"
+        tensor.copy_(torch.randint(0, 2, type.shape) if whole else torch.randn(type.shape))
+        inputs.append(tensor)
+    if case.forward is not None:
+        for tensor, made in zip(inputs[-2:], exact(case.inputs, case.forward, inputs), strict=True):
+            tensor.copy_(made)
+    outputs = [guarded(t.shape, strides_of(t.shape), torch_dtype(t.element), device) for t in results]
+    return function, inputs, outputs
+
+
+def run_case(name: str, element: str, tiles: Sequence[Sequence[int]] = ()) -> dict[str, float]:
+    """Per candidate: the largest difference as a share of the largest value, over what is allowed."""
+    from wholestep.backends.triton import attention
+
+    case, device = CASES[name], "cuda" if torch.cuda.is_available() else "cpu"
+    function, inputs, outputs = region_of(case, ScalarType(element), device)
+    specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
+    assert attention.why_not(function, specs) == ""
+    if tiles:
+        attention.FORWARD = attention.BACKWARD = attention.EXACT = [tuple(t) for t in tiles]
+    made = attention.candidates(function, specs)
+    return errors_of(made, inputs, outputs, exact(case.inputs, case.build, inputs), element)
+
+
+# ---- the tests' side -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Ask]:
+    pytest.importorskip("triton")
+    with asking("tests.backends.triton.test_attention") as ask:
+        yield ask
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_attention(child: Ask, name: str) -> None:
+    assert_right(child(name, "f32", [(16, 32, 4, 2)]))
+
+
+if __name__ == "__main__":
+    serve(run_case)
