@@ -192,19 +192,18 @@ def after_side(name: str, result: Value, values: Sequence[Value], tensors: dict[
     block = kernel.regions[0].block
     value, sizes = block.arguments[0], space_of(kernel)
     numbers = (-1, *(tensors[v] for v in (*read, *values)))
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
+    found = set()
     for op in block:
         if op.definition is Load and op.operands[0] is value:
             if op.dynamic:
                 raise NoSides(f"{name} is read at places that are computed")
-            lead, rows, _ = axes_of(op, value, sizes, name, moves=True)
-            columns = found.setdefault((lead, rows), {})
-            if name not in PER_ROW:
-                columns.update((d, c) for d, c in enumerate(op.attributes["map"][-1][:-1]) if c)
+            found.add(axes_of(op, value, sizes, name, moves=True)[:2])
     if len(found) != 1:
         raise NoSides(f"{name} is read at several rows at once")
-    (((lead, rows), steps),) = found.items()
-    side = Side(kernel, numbers, value, lead, rows, tuple(sorted(steps, key=lambda d: -steps[d])))
+    ((lead, rows),) = found
+    # whatever else is walked lies along a row of the result: a tile has all of its columns, and any may be read
+    columns = tuple(d for d, n in enumerate(sizes) if n > 1 and d not in (*lead, *rows))
+    side = Side(kernel, numbers, value, lead, rows, columns)
     check(side, name)
     return side
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...dialects.loop import Load
 from ...ir.core import Op
 from ...transforms.attention_sides import ATTENTION, NoSides, Sides, sides_of
 from ...transforms.loops import NotLoops
@@ -27,11 +28,13 @@ SHORTEST = 16
 FORWARD = [
     (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 32, 4, 3), (32, 32, 4, 2),
 ]  # fmt: skip
-BACKWARD = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)]
+BACKWARD = [
+    (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2),
+]  # fmt: skip
 #: the same where numbers are f32, which no tensor core multiplies exactly
 EXACT = [(64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)]
-#: ways that are tried at most
-MOST = 5
+#: ways that are tried at most, and numbers of a thread that sums and scores may take
+MOST, HELD = 5, 128
 
 
 @dataclass(frozen=True)
@@ -118,21 +121,41 @@ class Attention:
         return "out" in self.sides.after or "logsumexp" in self.sides.after
 
     def tiles(self) -> list[Tile]:
-        """The configurations worth timing, no larger than the matrices and no larger than a multiprocessor."""
-        bytes = BYTES[str(self.element)]
-        table = EXACT if bytes == 4 else FORWARD if self.is_forward else BACKWARD
-        longest = max(self.anchor.q.type.shape[-2], self.anchor.k.type.shape[-2])
-        most = max(SHORTEST, power_of_two(longest))
-        found: dict[Tile, None] = {}
-        for rows, step, warps, stages in table:
-            tile = Tile(min(rows, most), min(step, most), warps, stages)
-            columns = self.width + self.depth
-            shared = (tile.rows + tile.step * tile.stages) * columns * bytes
-            # numbers of a thread: what is summed up, and a block of scores with its gradient
-            held = tile.rows * columns // (1 if not self.is_forward else 2) + tile.rows * tile.step * 2
-            if shared <= SHARED and held <= 192 * 32 * tile.warps * (2 if bytes == 4 else 1):
-                found[tile] = None
-        return list(found)[:MOST] or [Tile(min(16, most), min(16, most), 4, 1)]
+        """The configurations worth timing, no larger than the matrices."""
+        table = EXACT if BYTES[str(self.element)] == 4 else FORWARD if self.is_forward else BACKWARD
+        most = max(SHORTEST, power_of_two(max(self.anchor.q.type.shape[-2], self.anchor.k.type.shape[-2])))
+        tiles = dict.fromkeys(Tile(min(r, most), min(s, most), w, n) for r, s, w, n in table)
+        found = [t for t in tiles if self.shared(t) <= SHARED and self.held(t) <= HELD * 32 * t.warps]
+        if not found:
+            raise NoText("no tile fits into shared memory and registers")
+        return found[:MOST]
+
+    def shared(self, tile: Tile) -> int:
+        """Bytes of shared memory: what is under way of what is walked, and tiles that are multiplied."""
+        walked = [(self.loaded("k"), self.width), (self.loaded("v"), self.depth)]
+        if not self.is_forward:
+            walked = [max(w, (self.loaded(n), w[1])) for w, n in zip(walked, ("q", "dout"), strict=True)]
+        ahead = (tile.stages - 1) * tile.step * sum(loaded * wide for loaded, wide in walked)
+        columns = self.width + self.depth
+        tiles = tile.rows * (self.width if self.is_forward else columns + tile.step) + tile.step * columns
+        return ahead + tiles * BYTES[str(self.element)]
+
+    def loaded(self, name: str) -> int:
+        """Bytes that are loaded per element of an operand."""
+        side = self.sides.before[name]
+        found = 0
+        for op in side.kernel.regions[0].block:
+            if op.definition is Load:
+                along = {d for row in op.attributes["map"] for d, c in enumerate(row[:-1]) if c}
+                wide = along.intersection(side.rows) and along.intersection(side.columns)
+                found += op.operands[0].type.element.bits // 8 if wide else 0
+        return found
+
+    def held(self, tile: Tile) -> int:
+        """Numbers that a program has in registers: what it sums up, and a block of scores with its gradient."""
+        if self.is_forward:
+            return tile.rows * (self.depth + tile.step)
+        return tile.rows * (self.width + self.depth + 2 * tile.step)
 
     def generate(self, tile: Tile) -> Generated:
         """The source for one configuration."""

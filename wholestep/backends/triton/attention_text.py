@@ -23,7 +23,7 @@ from ...ir.core import Op, Value
 from ...transforms.attention_sides import PER_ROW
 from ...transforms.attention_sides import Side as Loops
 from ..kernels import Spec
-from .attention import SHORTEST, Attention, Tile
+from .attention import SHORTEST, WIDEST, Attention, Tile
 from .contraction import FACTORS, Tensors
 from .contraction_text import Side
 from .families import Function, Generated, pointers_in, power_of_two
@@ -172,6 +172,8 @@ class Writer:
                 raise NoText("a single column of what it makes is read")
             size = math.prod(d.size for d in columns)
             wide = wide if size == loops.value.type.shape[-1] else max(SHORTEST, power_of_two(size))
+            if wide > WIDEST:
+                raise NoText(f"{size} columns are made of a row, too many for a tile")
         axes = [axis(f"{mark}z", dims(loops.lead), 1, None), axis(f"{mark}r", dims(loops.rows), high, 0)]
         if name not in PER_ROW:
             axes.append(axis(f"{mark}c", columns, wide, 1))
