@@ -26,7 +26,6 @@ from .tall_products import Choice, before, heavy, take_faster
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
-NOBODY = "a library runs it, and no provider here computes what stands around an attention"
 UNMEASURED = "a library runs it, and nothing is measured here: force= makes them one kernel"
 TOO_LITTLE = "a library runs it, and as one kernel too few bytes would be saved to try it"
 
@@ -49,7 +48,9 @@ def join_attention(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Joins attentions with their neighbours; gives all kernels."""
     anchors = [op for op in fuser.nodes if op.name in ATTENTION and fuser.groups[op].members == [op]]
     anchors = [op for op in anchors if any(r.uses for r in op.results)]
-    if fuser.seconds is not None and fuser.attends:
+    if not fuser.attends or not anchors:
+        return groups
+    if fuser.seconds is not None:
         take_faster(fuser, heavy(fuser, handed_over(fuser, anchors)))
         for makers, readers in ((True, True), (False, True), (True, False)):
             take_faster(fuser, heavy(fuser, choices(fuser, anchors, makers, readers)))
@@ -64,8 +65,8 @@ def note(fuser: Fuser, op: Op) -> None:
     """Says why neighbours of an attention are kernels of their own."""
     for found in neighbours(fuser, op):
         if found.pair not in fuser.refused:
-            otherwise = NOBODY if not fuser.attends else UNMEASURED if fuser.seconds is None else TOO_LITTLE
-            fuser.refuse(*found.pair, found.why or otherwise, bytes_between(fuser, *found.pair))
+            why = found.why or (UNMEASURED if fuser.seconds is None else TOO_LITTLE)
+            fuser.refuse(*found.pair, why, bytes_between(fuser, *found.pair))
 
 
 def neighbours(fuser: Fuser, op: Op) -> list[Neighbour]:
@@ -136,7 +137,7 @@ def choices(fuser: Fuser, anchors: Iterable[Op], makers: bool, readers: bool) ->
             continue
         old = [piece_of(g.members, fuser.position) for g in every]
         whole = piece_of([m for g in every for m in g.members], fuser.position)
-        choice = Choice(old, [whole], functools.partial(take, fuser, every), beside[0].pair)
+        choice = Choice(old, [whole], functools.partial(take, fuser, every), [n.pair for n in beside])
         if choice.worth_it:
             yield choice
 
@@ -172,7 +173,9 @@ def made_by(value: Value, maker: Group) -> set[Op]:
     pending = [value.op]
     while pending:
         op = pending.pop()
-        if op is not None and op not in found and (op in members or (is_view(op) and base(op.results[0]).op in members)):
+        if op is None or op in found:
+            continue
+        if op in members or (is_view(op) and base(op.results[0]).op in members):
             found.add(op)
             pending += [v.op for v in op.operands]
     return found

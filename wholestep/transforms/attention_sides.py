@@ -222,10 +222,10 @@ def axes_of(
         inner = 1
         for d in reversed(dims):
             if row[d] != inner:
-                raise NoSides(f"{name} is walked in another order than its rows")
+                raise NoSides(f"the rows of {name} are walked in another order")
             inner *= sizes[d]
         if inner != size or row[-1]:
-            raise NoSides(f"only a part of {name} is read")
+            raise NoSides(f"what lies around {name} has more or fewer rows than it")
         found.append(tuple(dims))
     if moves and not per_row:
         found.append(())
@@ -244,6 +244,6 @@ def check(side: Side, name: str) -> None:
     for op in side.kernel.regions[0].block:
         if op.definition is Reduce and {d for d in op.dims if side.sizes[d] > 1} != columns:
             raise NoSides(f"the loops around {name} need a sum that is not one along its columns")
-        if op.definition is Store and op.operands[1] is not side.value:
-            if op.dynamic or stored_along(op) not in (walked, per_row):
-                raise NoSides(f"what is computed beside {name} lies along a part of its tiles")
+    for op in side.stores:
+        if op.dynamic or stored_along(op) not in (walked, per_row):
+            raise NoSides(f"what is computed beside {name} lies along a part of its tiles")

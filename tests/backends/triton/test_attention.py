@@ -16,13 +16,12 @@ import torch
 from tests.backends.triton.child import Ask, asking, serve
 from tests.backends.triton.test_contraction import assert_right, errors_of, guarded, strides_of
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, Triton, op_by_op
+from wholestep.backends.providers import Region, op_by_op
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op
 from wholestep.ir.types import BOOL, F32, F64, I64, ScalarType, TensorType
-from wholestep.transforms.attention_sides import why_not
 
 Build = Callable[..., Any]
 #: shape of an input; or shape and element type, or shape, element type and how it lies in memory
@@ -122,13 +121,11 @@ def _(b, q, k, v, cos, sin, gate):
     return [out, b.mul(whole, b.sigmoid(gate)), lse]
 
 
-@case("slices of one tensor with a bias, positions stored as well", (2, 33, 2 * 3 * 16), (2 * 3 * 16,), (33, 16), (33, 16))
+@case("slices of one tensor with a bias, positions stored as well", (2, 33, 96), (96,), (33, 16), (33, 16))
 def _(b, x, bias, cos, sin):
     x = b.add(x, bias)
     parts = [b.slice(x, dim=2, start=s * 16, end=e * 16, stride=1) for s, e in ((0, 4), (4, 5), (5, 6))]
-    q, k, v = (
-        b.transpose(b.reshape(p, shape=(2, 33, p.type.shape[2] // 16, 16)), order=(0, 2, 1, 3)) for p in parts
-    )
+    q, k, v = (b.transpose(b.reshape(p, shape=(2, 33, p.type.shape[2] // 16, 16)), order=(0, 2, 1, 3)) for p in parts)
     q, k = (turned(b, t, cos, sin) for t in (q, k))
     out, lse = b.attention(q, k, v, scale=0.25, causal=True, enable_gqa=True)
     return [q, k, joined_heads(b, out), lse]
@@ -280,10 +277,8 @@ def run_case(name: str, element: str, tiles: Sequence[Sequence[int]] = ()) -> di
     case, device = CASES[name], "cuda" if torch.cuda.is_available() else "cpu"
     function, inputs, outputs = region_of(case, ScalarType(element), device)
     specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
-    assert (why := attention.why_not(function, specs)) == "", why
-    if tiles:
-        attention.FORWARD = attention.BACKWARD = attention.EXACT = [tuple(t) for t in tiles]
-    made = attention.candidates(function, specs)
+    known = attention.Attention(function, specs)
+    made = [attention.candidate(known, attention.Tile(*t)) for t in tiles] or attention.candidates(function, specs)
     return errors_of(made, inputs, outputs, exact(case.inputs, case.build, inputs), element)
 
 
@@ -300,6 +295,117 @@ def child() -> Iterator[Ask]:
 @pytest.mark.parametrize("name", CASES)
 def test_exact_attention(child: Ask, name: str) -> None:
     assert_right(child(name, "f32", [(16, 32, 4, 2)]))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "shared heads" in n or "positions" in n])
+def test_attention_of_bf16(child: Ask, name: str) -> None:
+    assert_right(child(name, "bf16", [(32, 16, 4, 2)]))
+
+
+@pytest.mark.parametrize("name", ["dropout, and a slice of the columns", "gradients, booleans"])
+def test_attention_of_f16(child: Ask, name: str) -> None:
+    assert_right(child(name, "f16", [(16, 16, 4, 2)]))
+
+
+def test_every_configuration(child: Ask) -> None:
+    assert_right(child("causal, shared heads", "bf16"), least=2)
+
+
+# ---- what is refused, and what is written ----------------------------------------------------------------------------
+
+Q = TensorType((2, 3, 20, 16), F32)
+
+
+def refusal(build: Build, type: TensorType = Q) -> str:
+    pytest.importorskip("triton")
+    from wholestep.backends.triton import attention
+
+    types = [type, type, type]
+    function, results = body_of(types, build)
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+    return attention.why_not(function, specs)
+
+
+def attended(after: Build) -> Build:
+    return lambda b, q, k, v: after(b, *b.attention(q, k, v, scale=0.3))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (attended(lambda b, out, lse: [b.exp(out), lse]), ""),
+        (attended(lambda b, out, lse: [out, lse]), "nothing is computed around"),
+        (attended(lambda b, out, lse: [b.transpose(out, order=(0, 2, 1, 3))]), "nothing is computed around"),
+        (attended(lambda b, out, lse: [b.mul(out, b.unsqueeze(lse, -1))]), "needs out and logsumexp at once"),
+        (attended(lambda b, out, lse: [b.exp(out), b.sum(out, dims=(2,))]), "sum that is not one along its columns"),
+        (attended(lambda b, out, lse: [b.softmax(joined_heads(b, out), dim=2)]), "sum that is not one along"),
+        (attended(lambda b, out, lse: [b.slice(b.exp(out), dim=2, start=0, end=5, stride=1)]), "fewer rows"),
+        (attended(lambda b, out, lse: [b.add(out, b.flip(out, dims=(2,)))]), "another order"),
+        (lambda b, q, k, v: [*b.attention(b.softmax(q, dim=2), k, v, scale=0.3)], "sum that is not one along"),
+        (lambda b, q, k, v: [*b.attention(b.attention(q, k, v, scale=1.0)[0], k, v, scale=1.0)], "one attention"),
+        (lambda b, q, k, v: [*b.attention(b.exp(q), k, v, scale=1.0), b.neg(q)], "made beside the attention"),
+    ],
+)  # fmt: skip
+def test_why_not(build: Build, reason: str) -> None:
+    found = refusal(build)
+    assert (reason in found and found) if reason else found == ""
+
+
+def test_why_not_by_types_and_sizes() -> None:
+    exp = attended(lambda b, out, lse: [b.exp(out)])
+    assert "f64" in refusal(exp, Q.with_element(F64))
+    assert "too wide" in refusal(exp, TensorType((2, 20, 300), F32))
+    assert "single rows" in refusal(exp, TensorType((2, 1, 16), F32))
+    assert refusal(exp, TensorType((2, 20, 256), F32)) == ""
+
+
+def big(rows: int, heads: int, shared: int, width: int) -> list[list[Any]]:
+    """Ways to run an attention with positions, forward and backward."""
+    from wholestep.backends.triton import attention
+
+    def forward(b: StepBuilder, q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
+        q, k, v = (b.transpose(x, order=(0, 2, 1, 3)) for x in (q, k, v))
+        q, k = (turned(b, x, cos, sin) for x in (q, k))
+        out, lse = b.attention(q, k, v, scale=0.1, causal=True, enable_gqa=True)
+        return [joined_heads(b, out), lse]
+
+    def backward(b: StepBuilder, q: Any, k: Any, v: Any, cos: Any, sin: Any, dout: Any, out: Any, lse: Any) -> Any:
+        q, k, v, dout, out = (b.transpose(x, order=(0, 2, 1, 3)) for x in (q, k, v, dout, out))
+        q, k = (turned(b, x, cos, sin) for x in (q, k))
+        dq, dk, dv = b.attention_grad(dout, q, k, v, out, lse, scale=0.1, causal=True, enable_gqa=True)
+        return [joined_heads(b, x) for x in (turned_back(b, dq, cos, sin), turned_back(b, dk, cos, sin), dv)]
+
+    q, k, angle = (2, rows, heads, width), (2, rows, shared, width), (rows, width)
+    made = []
+    for inputs, build in (([], forward), ([q, q, ((2, heads, rows), "wide")], backward)):
+        types = types_of([q, k, k, angle, angle, *inputs], ScalarType("bf16"))
+        function, results = body_of(types, build)
+        specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+        made.append(attention.candidates(function, specs))
+    return made
+
+
+def test_compiles_for_hopper() -> None:
+    """The best guess for a large layer fits and spills nothing. Gradients, which take longer, are compiled once."""
+    triton = pytest.importorskip("triton")
+    if not Path(triton.knobs.nvidia.ptxas.path).exists():
+        pytest.skip("Triton has no ptxas here")
+    from wholestep.backends.triton.generate import compile_for
+
+    (forward, *_), (*_, backward) = big(2048, 16, 4, 64)
+    assert [len(c.functions) for c in (forward, backward)] == [1, 2]
+    infos = compile_for([forward, backward], 90)
+    for info in infos.values():
+        assert not isinstance(info, Exception), info
+        assert info.shared <= 227 * 1024 and info.spills <= 512
+    assert infos[forward.key].spills == 0
+
+
+def test_tiles_are_those_that_fit() -> None:
+    pytest.importorskip("triton")
+    for width, least in ((64, 4), (128, 2), (256, 1)):
+        for made in big(2048, 16, 4, width):
+            assert len({c.name for c in made}) == len({c.key for c in made}) == len(made) >= least
 
 
 if __name__ == "__main__":

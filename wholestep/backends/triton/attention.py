@@ -1,13 +1,15 @@
 """Attention with the loops around it: which regions are of this family, and their candidates.
 
-The sides of such a region (`transforms/attention_sides.py`) are written into one kernel per walk: forward walks keys for
-a block of queries; gradients walk keys for a block of queries and queries for a block of keys (`attention_text.py`).
+The sides of such a region (`transforms/attention_sides.py`) are written into a function per walk: forward walks keys
+for a block of queries; gradients walk keys for a block of queries, and queries for a block of keys
+(`attention_text.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...dialects.loop import Load
 from ...ir.core import Op
@@ -17,6 +19,9 @@ from ..kernels import Spec
 from .contraction_tiles import SHARED
 from .families import Generated, power_of_two, unsupported_among
 from .scalars import POINTERS, NoText
+
+if TYPE_CHECKING:
+    from .generate import Candidate
 
 #: element types that are multiplied in tiles, in bytes
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -30,6 +35,7 @@ FORWARD = [
 ]  # fmt: skip
 BACKWARD = [
     (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2),
+    (32, 32, 8, 1),
 ]  # fmt: skip
 #: the same where numbers are f32, which no tensor core multiplies exactly
 EXACT = [(64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)]
@@ -58,24 +64,28 @@ def why_not(body: Op, specs: Sequence[Spec]) -> str:
     """ "" if the body is an attention that this family writes, else a reason for a user."""
     try:
         attention = Attention(body, specs)
+        if attention.sides.is_bare:
+            return "nothing is computed around the attention, which a library runs"
         attention.generate(attention.tiles()[0])
     except (NoText, NoSides, NotLoops) as error:
         return str(error)
     return ""
 
 
-def candidates(body: Op, specs: Sequence[Spec], only: str = "") -> list:
+def candidates(body: Op, specs: Sequence[Spec], only: str = "") -> list[Candidate]:
     """The best guess first, then alternatives worth timing. only: nothing but the one of that name is written."""
+    attention = Attention(body, specs)
+    return [candidate(attention, tile) for tile in attention.tiles() if only in ("", str(tile))]
+
+
+def candidate(attention: Attention, tile: Tile) -> Candidate:
+    """One configuration of a region."""
     from .generate import Candidate, digest
 
-    attention, found = Attention(body, specs), []
-    for tile in attention.tiles():
-        if only in ("", str(tile)):
-            made = attention.generate(tile)
-            pointers = (*attention.pointers, *("*fp32" for _ in made.scratch))
-            key = digest(made.source, made.functions, pointers)
-            found.append(Candidate(str(tile), made.scratch, key, made.source, made.functions, pointers))
-    return found
+    made = attention.generate(tile)
+    pointers = (*attention.pointers, *("*fp32" for _ in made.scratch))
+    key = digest(made.source, made.functions, pointers)
+    return Candidate(str(tile), made.scratch, key, made.source, made.functions, pointers)
 
 
 class Attention:

@@ -28,7 +28,7 @@ from .contraction import FACTORS, Tensors
 from .contraction_text import Side
 from .families import Function, Generated, pointers_in, power_of_two
 from .generate import interpreting
-from .scalars import Number, NoText
+from .scalars import NoText, Number
 from .text import Axis, Text, axis, module_text
 from .walk import Access, Dim, Form
 
@@ -60,13 +60,14 @@ class Part(Side):
         """As ever; and sums along the columns, of which a tile has all."""
         wanted = list(ops)
         super().ready(wanted)
-        for op in wanted:
-            if op.definition is Reduce and op.results[0] not in self.names and op.operands[0] in self.names:
-                if all(a in self.open for a in self.axes):
-                    axes = list(self.axes[1:])
-                    self.known(op, self.total(op, self.operand(op, axes, axes[1:]), axes, axes[1:]))
-                    self.ready(wanted)
-                    return
+        whole = all(a in self.open for a in self.axes)
+        sums = [op for op in wanted if whole and op.definition is Reduce and op.results[0] not in self.names]
+        for op in sums:
+            if op.operands[0] in self.names:
+                axes = list(self.axes[1:])
+                self.known(op, self.total(op, self.operand(op, axes, axes[1:]), axes, axes[1:]))
+                self.ready(wanted)
+                return
 
     def load(self, op: Op) -> None:
         if op.operands[0] is not self.made:
@@ -252,10 +253,10 @@ class Writer:
         """The block of rows and the batch of a program; how many blocks there are. Where later rows see more, the last
         come first."""
         blocks = -(-rows // self.tile.rows)
-        walk = self.walk_of(next(iter(self.sides.before.values())))
-        kernel.line("pid = tl.program_id(0)" + (".to(tl.int64)" if walk.wide else ""))
-        block = f"{blocks - 1} - pid % {blocks}" if self.anchor.causal and kernel.name != "by_keys" else f"pid % {blocks}"
-        kernel.line(f"block = {block}")
+        wide = any(self.walk_of(side).wide for side in (*self.sides.before.values(), *self.sides.after.values()))
+        kernel.line("pid = tl.program_id(0)" + (".to(tl.int64)" if wide else ""))
+        turned = self.anchor.causal and kernel.name != "by_keys"
+        kernel.line(f"block = {f'{blocks - 1} - ' if turned else ''}pid % {blocks}")
         kernel.line(f"batch = pid // {blocks}")
         kernel.line(f"first = block * {self.tile.rows}")
         return blocks
@@ -376,8 +377,8 @@ class Writer:
             held[name] = self.computed(part, name, wanted, "first")
         kernel.line(f"delta = tl.sum({held['dout']}.to(tl.float32) * {held['out']}.to(tl.float32), 1)")
         kernel.line(f"row = first + tl.arange(0, {tile.rows})")
-        place, inside = f"batch * {self.queries} + row", f", mask=row < {self.queries}" if self.queries % tile.rows else ""
-        kernel.line(f"tl.store(p{len(attention.specs)} + {place}, delta{inside})")
+        inside = f", mask=row < {self.queries}" if self.queries % tile.rows else ""
+        kernel.line(f"tl.store(p{len(attention.specs)} + batch * {self.queries} + row, delta{inside})")
         if "dq" in self.sides.after:
             kernel.line(f"dq = tl.zeros(({tile.rows}, {attention.width}), tl.float32)")
             kernel.line(f"least = {held['logsumexp']} * {self.unit!r}")
