@@ -337,9 +337,10 @@ def pieces_of_product(product: Op, position: dict[Op, float]) -> list[Piece]:
     pieces.append([product])
     del left[product]
     for result in product.results[:-1]:  # what reads the last one has everything that is left
-        readers = readers_behind(result)
-        pieces.append([op for op in left if op in readers])
-        left = {op: None for op in left if op not in readers}
+        readers = readers_behind(result) & left.keys()
+        own = readers.union(*(makers_of(op) for op in readers))
+        pieces.append([op for op in left if op in own])
+        left = {op: None for op in left if op not in own}
     return [piece_of(ops, position) for ops in (*pieces, list(left)) if ops]
 
 
