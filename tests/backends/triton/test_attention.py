@@ -16,7 +16,8 @@ import torch
 from tests.backends.triton.child import Ask, asking, serve
 from tests.backends.triton.test_contraction import assert_right, errors_of, guarded, strides_of
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, op_by_op
+from wholestep.backends.providers import Region, Triton, op_by_op
+from wholestep.backends.trial import Trial, empty
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
@@ -270,16 +271,31 @@ def region_of(case: Case, element: ScalarType, device: str) -> tuple[Op, list[to
     return function, inputs, outputs
 
 
-def run_case(name: str, element: str, tiles: Sequence[Sequence[int]] = ()) -> dict[str, float]:
-    """Per candidate: the largest difference as a share of the largest value, over what is allowed."""
+def run_case(name: str, element: str, tiles: Sequence[Sequence[int]] = (), tried: bool = False) -> dict[str, Any]:
+    """Per candidate: the largest difference as a share of the largest value, over what is allowed.
+
+    tried: what is said against it where it is tried on made-up operands.
+    """
     from wholestep.backends.triton import attention
 
     case, device = CASES[name], "cuda" if torch.cuda.is_available() else "cpu"
     function, inputs, outputs = region_of(case, ScalarType(element), device)
     specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
+    if tried:
+        given, made = tuple(specs[: len(inputs)]), tuple(specs[len(inputs) :])
+        return judged(Region(function, None, given, made, torch.device(device)))
     known = attention.Attention(function, specs)
     made = [attention.candidate(known, attention.Tile(*t)) for t in tiles] or attention.candidates(function, specs)
     return errors_of(made, inputs, outputs, exact(case.inputs, case.build, inputs), element)
+
+
+def judged(region: Region) -> dict[str, str]:
+    """What a trial says of the first way to run a region."""
+    trial = Trial(region, torch.cuda.synchronize if region.device.type == "cuda" else lambda: None)
+    offer = Triton().offers(region)[0]
+    run = Triton().build([offer])[offer.key]
+    assert not isinstance(run, Exception), run
+    return {offer.name: trial.judge(run, [empty(s, region.device) for s in offer.scratch])[0]}
 
 
 # ---- the tests' side -------------------------------------------------------------------------------------------------
@@ -309,6 +325,12 @@ def test_attention_of_f16(child: Ask, name: str) -> None:
 
 def test_every_configuration(child: Ask) -> None:
     assert_right(child("causal, shared heads", "bf16"), least=2)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "positions" in n or n == "booleans, with rows that see nothing"])
+def test_a_trial_finds_them_right(child: Ask, name: str) -> None:
+    """By PyTorch's formula, whose gradients read nothing that forward has made."""
+    assert list(child(name, "f32", tried=True).values()) == [""]
 
 
 # ---- what is refused, and what is written ----------------------------------------------------------------------------
