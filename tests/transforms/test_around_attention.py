@@ -129,6 +129,25 @@ def test_all_attentions_compute_what_only_they_read() -> None:
     assert all("mul" in names and "cast" in names for names in found)
 
 
+class Dislikes(Clock):
+    """A clock for which kernels that compute keys take long."""
+
+    def __call__(self, pieces: Any, strides: Any) -> list[float]:
+        keys = [any(op.name == "step.attention" and op.k.op in p.ops for op in p.ops) for p in pieces]
+        return [1e9 * bad + own for bad, own in zip(keys, super().__call__(pieces, strides), strict=True)]
+
+
+def test_queries_are_computed_on_load_where_keys_are_better_made_before() -> None:
+    def build(b: Any, q: Value, k: Value, v: Value, by: Value, gate: Value) -> list[Value]:
+        out, _ = b.attention(scaled(b, q, by), scaled(b, k, by), v, scale=0.3)
+        return [gated(b, out, gate)]
+
+    _, ((*names, _),) = joined(program(TYPES, build), Dislikes())
+    assert names.count("mul") == 2 and "sigmoid" in names  # queries and the gate
+    _, ((*names, _),) = joined(program(TYPES, build), Clock())
+    assert names.count("mul") == 3 and "sigmoid" in names
+
+
 def test_what_others_read_as_well_is_stored_on_the_way() -> None:
     def build(b: Any, q: Value, k: Value, v: Value, by: Value, gate: Value) -> list[Value]:
         scaled_k = scaled(b, k, by)

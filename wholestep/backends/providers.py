@@ -291,6 +291,8 @@ class Generator(Provider):
     package: ClassVar[str]
     #: modules with kernels that were written by hand for one kind of op
     templates: ClassVar[tuple[str, ...]] = ()
+    #: transforms that write what it generates code from
+    written_by: ClassVar[tuple[str, ...]] = ("loops",)
 
     @property
     def code(self) -> Any:
@@ -303,8 +305,7 @@ class Generator(Provider):
         files = [here / f"{name.replace('.', '/')}.py" for name in self.templates]
         for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
             files += sorted(folder.glob("*.py"))
-        transforms = here.parent / "transforms"
-        return version_of([*files, transforms / "loops.py", transforms / "attention_sides.py"])
+        return version_of([*files, *(here.parent / "transforms" / f"{name}.py" for name in self.written_by)])
 
     @property
     def batches(self) -> Any:
@@ -439,6 +440,7 @@ class Triton(Generator):
     name, package, devices = "triton", "triton.generate", ("cuda",)
     batching = "triton.batches"
     templates = ("depthwise", "embedding", "windows")
+    written_by = ("loops", "attention_sides")
     attends = True
 
     def absent(self) -> str:

@@ -11,14 +11,14 @@ pair that stays apart has a reason, which `step.why_not` gives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..ir.core import Op, Value
 from . import again
 from .around import take_along
-from .attention_sides import ATTENTION
+from .attention_sides import ATTENTION, names_of
 from .fusion_wishes import bytes_between
 from .regions import base, is_view, piece_of
 from .tall_products import Choice, before, heavy, take_faster
@@ -32,12 +32,16 @@ TOO_LITTLE = "a library runs it, and as one kernel too few bytes would be saved 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A kernel beside an attention: who makes and who reads what lies between them, and why they stay apart."""
+    """A kernel beside an attention: who makes and who reads what lies between them, and why they stay apart.
+
+    makes: the operands of the attention that it makes, by name; none where it reads a result.
+    """
 
     group: Group
     producer: Op
     consumer: Op
     why: str
+    makes: frozenset[str]
 
     @property
     def pair(self) -> tuple[Op, Op]:
@@ -52,13 +56,24 @@ def join_attention(fuser: Fuser, groups: list[Group]) -> list[Group]:
         return groups
     if fuser.seconds is not None:
         take_faster(fuser, heavy(fuser, handed_over(fuser, anchors)))
-        for makers, readers in ((True, True), (False, True), (True, False)):
-            take_faster(fuser, heavy(fuser, choices(fuser, anchors, makers, readers)))
+        for among in TRIED:
+            take_faster(fuser, heavy(fuser, choices(fuser, anchors, among)))
     for op in anchors:
         note(fuser, op)
     joined = {id(g): g for op in anchors if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
+
+
+#: operands of forward that a program walks: what makes them is computed once for every block of queries
+WALKED = frozenset(("k", "v", "mask"))
+#: neighbours that an attention is tried with: all, those that are computed once, those behind it, those before it
+TRIED: tuple[Callable[[Neighbour], bool], ...] = (
+    lambda n: True,
+    lambda n: n.makes.isdisjoint(WALKED),
+    lambda n: not n.makes,
+    lambda n: bool(n.makes),
+)
 
 
 def note(fuser: Fuser, op: Op) -> None:
@@ -72,14 +87,17 @@ def note(fuser: Fuser, op: Op) -> None:
 def neighbours(fuser: Fuser, op: Op) -> list[Neighbour]:
     """The kernels that make what an attention reads and those that read what it makes, each once."""
     own, found, met = fuser.groups[op], list[Neighbour](), set[int]()
-    between = [(v.op, op, v.op) for v in dict.fromkeys(map(base, op.operands)) if v.op is not None]
+    operands = {name: base(value).op for name, value in names_of(op)[0].items()}
+    between = [(maker, op, maker) for maker in dict.fromkeys(operands.values()) if maker is not None]
     between += [(op, user, user) for r in op.results for user in dict.fromkeys(again.through_views(r))]
     for producer, consumer, other in between:
         group = fuser.groups.get(other)
         if group is None or group is own or id(group) in met or not fuser.is_fusible(other):
             continue
         met.add(id(group))
-        found.append(Neighbour(group, producer, consumer, why_apart(fuser, own, group, producer, consumer)))
+        makes = frozenset(name for name, maker in operands.items() if maker in group.members)
+        why = why_apart(fuser, own, group, producer, consumer)
+        found.append(Neighbour(group, producer, consumer, why, makes))
     return found
 
 
@@ -124,14 +142,13 @@ def comes_back(fuser: Fuser, members: set[Op]) -> Op | None:
 # ---- what the clock decides ------------------------------------------------------------------------------------------
 
 
-def choices(fuser: Fuser, anchors: Iterable[Op], makers: bool, readers: bool) -> Iterator[Choice]:
-    """Attentions that stand alone, each with what makes its operands, what reads its results, or both."""
+def choices(fuser: Fuser, anchors: Iterable[Op], among: Callable[[Neighbour], bool]) -> Iterator[Choice]:
+    """Attentions that stand alone, each with some of its neighbours."""
     for op in anchors:
         own = fuser.groups[op]
         if own.members != [op]:
             continue
-        beside = [n for n in neighbours(fuser, op) if not n.why]
-        beside = [n for n in beside if (n.consumer is op and makers) or (n.producer is op and readers)]
+        beside = [n for n in neighbours(fuser, op) if not n.why and among(n)]
         every = [own, *(n.group for n in beside)]
         if not beside or why_not_one(fuser, every):
             continue

@@ -15,7 +15,7 @@ from ..dialects.loop import Load, Reduce, Store, space_of
 from ..dialects.loop.schedule import stored_along
 from ..dialects.step import StepBuilder
 from ..ir.builtin import add_function, finish_function, module
-from ..ir.core import Block, Op, Value
+from ..ir.core import Op, Value
 from .loops import NotLoops, lowered
 
 #: the anchors: attention, and its gradients by queries, keys and values
@@ -124,24 +124,24 @@ def sides_of(body: Op) -> Sides:
 
 
 def maker_of(value: Value, operands: dict[str, Value]) -> str:
-    """The operand that a value is made on the way to, and that has its tiles."""
-    for name, operand in operands.items():
-        if name != "mask" and value in makers([operand], ())[1]:
-            return name
-    raise NoSides("one of its results is made beside the attention")
+    """The operand that a value shares most of its work with: whoever computes that has the value on the way."""
+    own = makers([value])
+    shared = {name: len(own & makers([v])) for name, v in operands.items() if name != "mask"}
+    found = max(shared, key=shared.__getitem__)
+    if not shared[found]:
+        raise NoSides("one of its results is made beside the attention")
+    return found
 
 
-def makers(values: Iterable[Value], given: Iterable[Value]) -> tuple[list[Op], set[Value]]:
-    """The ops that make values out of arguments and of what is given, and all that these make, in any order."""
-    known, ops, pending = set(given), dict[Op, None](), list(values)
-    seen = set(pending)
+def makers(values: Iterable[Value], given: Iterable[Value] = ()) -> set[Op]:
+    """The ops that make values out of arguments and of what is given."""
+    known, found, pending = set(given), set[Op](), list(values)
     while pending:
         op = pending.pop().op
-        if op is not None and op not in ops and known.isdisjoint(op.results):
-            ops[op] = None
+        if op is not None and op not in found and known.isdisjoint(op.results):
+            found.add(op)
             pending += op.operands
-            seen.update(op.results, op.operands)
-    return list(ops), seen
+    return found
 
 
 def side_kernel(
@@ -151,8 +151,8 @@ def side_kernel(
 
     shape: that the first is spread to, such as a mask that is the same for all heads.
     """
-    found = makers(values, given)[0]
-    ops = [] if not found else [op for op in block_of(found[0]) if op in set(found)]
+    found = makers(values, given)
+    ops = [op for op in next(iter(found)).parent or () if op in found] if found else []
     read = dict.fromkeys(v for v in (*(v for op in ops for v in op.operands), *values) if v.op is None)
     function = add_function(module(), "side", [v.type for v in (*given, *read)])
     block = function.regions[0].block
@@ -166,11 +166,6 @@ def side_kernel(
         results[0] = StepBuilder(block).broadcast_to(results[0], shape)
     finish_function(function, results)
     return lowered(function), list(read)
-
-
-def block_of(op: Op) -> Block:
-    assert op.parent is not None
-    return op.parent
 
 
 def before_side(name: str, values: Sequence[Value], tensors: dict[Value, int], shape: Sequence[int]) -> Side:

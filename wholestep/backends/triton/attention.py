@@ -128,7 +128,7 @@ class Attention:
 
     @property
     def is_forward(self) -> bool:
-        return "out" in self.sides.after or "logsumexp" in self.sides.after
+        return "dout" not in self.sides.before
 
     def tiles(self) -> list[Tile]:
         """The configurations worth timing, no larger than the matrices."""
