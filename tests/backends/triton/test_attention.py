@@ -294,6 +294,7 @@ def judged(region: Region) -> dict[str, str]:
     """What a trial says of the first way to run a region."""
     trial = Trial(region, torch.cuda.synchronize if region.device.type == "cuda" else lambda: None)
     offer = Triton().offers(region)[0]
+    assert Triton().claims(region) == "" and Triton().offer(region, offer.name) == offer
     run = Triton().build([offer])[offer.key]
     assert not isinstance(run, Exception), run
     return {offer.name: trial.judge(run, [empty(s, region.device) for s in offer.scratch])[0]}
@@ -314,12 +315,12 @@ def test_exact_attention(child: Ask, name: str) -> None:
     assert_right(child(name, "f32", [(16, 32, 4, 2)]))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "shared heads" in n or "positions" in n])
+@pytest.mark.parametrize("name", [n for n in CASES if "shared heads" in n or ("positions" in n and "grad" not in n)])
 def test_attention_of_bf16(child: Ask, name: str) -> None:
     assert_right(child(name, "bf16", [(32, 16, 4, 2)]))
 
 
-@pytest.mark.parametrize("name", ["dropout, and a slice of the columns", "gradients, booleans"])
+@pytest.mark.parametrize("name", [n for n in CASES if "dropout" in n or "gradients, positions" in n])
 def test_attention_of_f16(child: Ask, name: str) -> None:
     assert_right(child(name, "f16", [(16, 16, 4, 2)]))
 
