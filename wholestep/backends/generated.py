@@ -16,6 +16,7 @@ from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.strides import is_dense, is_laid_out, row_major, runs
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
+from ..transforms.attention_sides import ATTENTION
 from ..transforms.tall_products import likely_orders, strides_of
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
@@ -39,10 +40,22 @@ def region_of(
     assert block.last is not None
     types = [v.type for v in block.last.operands]
     layouts = result_layouts(kernel, operands, types, as_product_lies(body, operands))
-    if kernel is not None:
+    anchor = next((op for op in block if op.name in ATTENTION), None)
+    if anchor is not None:
+        layouts = [as_heads_lie(anchor, t) or own for t, own in zip(types, layouts, strict=True)]
+    if kernel is not None or anchor is not None:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)
+
+
+def as_heads_lie(anchor: Op, type: TensorType) -> tuple[int, ...] | None:
+    """Strides of a result that has the shape of one of an attention: row by row with all heads in a row, as libraries
+    write it and products read it. None of any other."""
+    if type.rank != 4 or all(type.shape != v.type.shape for v in (anchor.q, anchor.k, *anchor.results)):
+        return None
+    _, heads, rows, width = type.shape
+    return rows * heads * width, width, heads * width, 1
 
 
 def as_product_lies(body: Op, operands: Sequence[Spec]) -> list[tuple[int, ...]]:

@@ -197,6 +197,7 @@ class _Planner:
             products=self.choices.products,
             kept=self.choices.objects,
             follows=self.follows if self.choices.measure and self.choices.followers() else None,
+            attends=any(p.attends for p in self.choices.providers),
         )
         root = root_of(function)
         sites = release(function, fusion) if held else {}

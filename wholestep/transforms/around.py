@@ -18,6 +18,7 @@ from ..ir.attributes import Symbol
 from ..ir.builtin import Func
 from ..ir.core import Block, Builder, Op, Value
 from . import again
+from .attention_sides import ATTENTION
 from .loops import NotLoops, lowered
 from .regions import Bodies, Body, Piece, base, body_of, is_source, is_view, piece_of
 
@@ -300,7 +301,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
             types = [v.type for v in piece.outputs]
             part = builder.create(Fused, operands, types, {"callee": Symbol(name)})
             mapping.update(zip(piece.outputs, part.results, strict=True))
-            if any(o.name in TAKES or o.name == PRODUCT for o in piece.ops):
+            if any(o.name in TAKES or o.name == PRODUCT or o.name in ATTENTION for o in piece.ops):
                 fusion.kernels = [(part if o is op else o, sites) for o, sites in fusion.kernels]
         assert inner.last is not None
         for old, new in zip(op.results, inner.last.operands, strict=True):
@@ -313,7 +314,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
 def pieces_around(body: Op) -> list[Piece]:
     """The loops before an anchor, the anchor and the loops after it; none of a body that is something else."""
     position: dict[Op, float] = {op: i for i, op in enumerate(body.regions[0].block)}
-    products = [op for op in position if op.name == PRODUCT]
+    products = [op for op in position if op.name == PRODUCT or op.name in ATTENTION]
     if len(products) == 1:
         return pieces_of_product(products[0], position)
     try:
@@ -327,15 +328,33 @@ def pieces_around(body: Op) -> list[Piece]:
 
 
 def pieces_of_product(product: Op, position: dict[Op, float]) -> list[Piece]:
-    """What makes each factor of a product, the product, and what reads its result."""
+    """What makes each factor of a product or an attention, that, and what reads each of its results."""
     left = {op: None for op in position if is_work(op)}
     pieces: list[list[Op]] = []
     for value in product.operands:
         makers = set() if value.op is None else {value.op, *makers_of(value.op)}
         pieces.append([op for op in left if op in makers])
         left = {op: None for op in left if op not in makers}
-    pieces += [[product], [op for op in left if op is not product]]
-    return [piece_of(ops, position) for ops in pieces if ops]
+    pieces.append([product])
+    del left[product]
+    for result in product.results[:-1]:  # what reads the last one has everything that is left
+        readers = readers_behind(result) & left.keys()
+        own = readers.union(*(makers_of(op) for op in readers))
+        pieces.append([op for op in left if op in own])
+        left = {op: None for op in left if op not in own}
+    return [piece_of(ops, position) for ops in (*pieces, list(left)) if ops]
+
+
+def readers_behind(value: Value) -> set[Op]:
+    """All that needs a value."""
+    found: set[Op] = set()
+    pending = list(value.uses)
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending += [u for r in op.results for u in r.uses]
+    return found
 
 
 def outside(value: Value, mapping: dict[Value, Value], block: Block, at: Op) -> Value:

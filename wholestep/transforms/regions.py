@@ -15,6 +15,7 @@ from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
 from ..ir.types import TensorType
+from . import attention_sides
 from .expand import expand_where, has_expansion
 from .loops import NotLoops, is_primitive, lowered
 
@@ -211,6 +212,8 @@ class Bodies:
         if problem:
             return Body(None, why_not=problem)
         function = body_of(piece)
+        if any(op.name in attention_sides.ATTENTION for op in piece.ops):  # it is walked in tiles, not as one loop
+            return Body(function, why_not=attention_sides.why_not(function))
         try:
             kernel = lowered(function)
             walk = schedule(kernel)

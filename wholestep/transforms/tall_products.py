@@ -90,8 +90,8 @@ class Choice:
     old: list[Piece]
     new: list[Piece]
     apply: Callable[[], None]
-    #: who makes and who reads what lies between them, where these are two
-    pair: tuple[Op, Op] | None = None
+    #: who makes and who reads what lies between them, pair by pair
+    pairs: Sequence[tuple[Op, Op]] = ()
 
     @property
     def saved(self) -> int:
@@ -149,9 +149,10 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
     for choice, (before, after) in zip(wanted, taken, strict=True):
         if after < before:
             choice.apply()
-        elif choice.pair is not None:
+            continue
+        for pair in choice.pairs:
             why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
-            fuser.refuse(*choice.pair, why, choice.saved)
+            fuser.refuse(*pair, why, choice.saved)
 
 
 def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:
@@ -236,7 +237,7 @@ def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                 continue
             whole = piece_of([*own.members, *other.members], fuser.position)
             old = [piece_of(g.members, fuser.position) for g in (own, other)]
-            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), (op, user))
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), [(op, user)])
             if choice.worth_it and not comes_back(fuser, own, other, made) and not why_not(fuser, whole):
                 met.add(id(other))
                 yield choice

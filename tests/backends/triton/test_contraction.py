@@ -269,7 +269,7 @@ def broken_guards(tensor: torch.Tensor) -> bool:
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((size + 2 * GUARD,), (1,), 0)
     edges = torch.cat([memory[:GUARD], memory[-GUARD:]])
-    return not bool((edges.isnan() if edges.is_floating_point() else edges == 2**20).all())
+    return not bool((edges.isnan() if edges.is_floating_point() else edges == torch.full_like(edges, 2**20)).all())
 
 
 def run_case(

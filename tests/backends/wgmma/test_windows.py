@@ -280,7 +280,7 @@ def test_it_compiles_without_spills(name: str, tmp_path: Path) -> None:
         source.write_text(way.source)
         done = subprocess.run(["nvcc", *options, source.name], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("0 bytes spill stores") == 3, done.stderr
+        assert done.stderr.count("0 bytes spill stores") == 4, done.stderr
 
 
 # ---- on a Hopper GPU -------------------------------------------------------------------------------------------------

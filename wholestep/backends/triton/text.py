@@ -348,6 +348,9 @@ class Text:
             parts.append(str(form.constant))
         return " + ".join(parts).replace("+ -", "- ")
 
+    def pointer(self, access: Access) -> str:
+        return f"p{access.argument}"
+
     def offset(self, access: Access) -> str:
         text = self.form_text(access.offset)
         for value, stride in access.numbers:
@@ -375,7 +378,7 @@ class Text:
         axes = self.op_axes(op)
         guards = self.guards(access)
         mask = self.mask(self.tiled(axes), guards)
-        text = f"tl.load(p{access.argument} + ({self.offset(access)})"
+        text = f"tl.load({self.pointer(access)} + ({self.offset(access)})"
         text += f", mask={mask}, other=0)" if mask else ")"
         element = op.operands[0].type.element
         type = number_type(element)
@@ -398,7 +401,7 @@ class Text:
             once += [f"({self.index(d)} == 0)" for d in a.dims if not set(d.parts) & dims and d.size > 1]
         mask = self.mask(self.tiled(axes), [*once, *self.guards(access)])
         tail = f", mask={mask})" if mask else ")"
-        self.line(f"tl.store(p{access.argument} + ({self.offset(access)}), {value.text}{tail}")
+        self.line(f"tl.store({self.pointer(access)} + ({self.offset(access)}), {value.text}{tail}")
 
     def random(self, op: Op) -> None:
         seed, counter, micro_batch, element, stream = (self.names[v] for v in op.operands)
