@@ -69,6 +69,16 @@ def residual(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -
     return [s, b.add(product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo"), s)]
 
 
+def told(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A sum that a product reads and that is kept, with bits that say where it is positive; bits of another."""
+    x = b.layout(x, order=LAST)
+    s = b.relu(b.add(b.cast_to(normal(b, x, scale, shift), BF16), x))
+    bits = b.pack_bits(b.le(s, 0.0), dim=1)
+    y = product(b, s, w, "nhwc,oc->nhwo")
+    back = product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo")
+    return [s, bits, y, b.select(b.unpack_bits(b.pack_bits(b.le(x, 0.0), dim=1), dim=1), 0.0, back)]
+
+
 def beside(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
     """A factor whose elements are also summed up, and a product of it that is not rounded."""
     d = b.cast_to(normal(b, x, scale, shift), BF16)
@@ -142,6 +152,16 @@ def test_a_factor_that_others_read_is_made_and_written_by_the_product() -> None:
     (image,) = (r for r in first.results if r.type.shape == IMAGE)
     assert image in second.operands
     assert joined(of(residual), Clock())[1] == ["nhwc,oc->nhwo", "nhwc,oc->nhwo"]
+
+
+def test_bits_of_a_factor_are_written_by_the_product() -> None:
+    function = of(told)
+    fuse(function, bodies=Bodies(), seconds=Clock())
+    packed = (N, WIDE // 8, SIDE, SIDE)
+    made = [{r.type.shape for r in op.results} for op in regions_of(function)]
+    assert any({IMAGE, packed, (N, SIDE, SIDE, NARROW)} <= shapes for shapes in made), made
+    assert any(packed in [v.type.shape for v in op.operands] for op in regions_of(function))
+    assert len(joined(of(told), Clock())[1]) == 2
 
 
 def test_a_factor_is_not_written_where_another_kernel_must_run_between() -> None:
@@ -299,7 +319,7 @@ def test_triton_writes_what_is_joined() -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-    for build in (forward, backward, residual, beside):
+    for build in (forward, backward, residual, beside, told):
         bodies = Bodies()
         fuse(of(build), bodies=bodies, seconds=clock)
     assert len(refused) > 12

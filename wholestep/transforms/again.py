@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHEAP = frozenset(
     f"step.{n}"
     for n in ("cast", "neg", "abs", "relu", "add", "sub", "mul", "select", "lt", "le", "gt", "ge", "eq", "ne")
-    + ("spread_rows",)
+    + ("spread_rows", "unpack_bits")
 )
 #: and those that may run once more per kernel all the same
 RUN_AGAIN = CHEAP | {f"step.{n}" for n in ("sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum")}

@@ -273,9 +273,11 @@ def on_the_way(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
 
 
 def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
-    """Whether a kernel is nothing but cheap ops that make a value."""
+    """Whether a kernel is nothing but cheap ops that make a value, and bits that tell something of it."""
     work = {op for op in again.makers(value, set(maker.members)) if not is_view(op)}
-    return work == set(maker.members) and all(map(fuser.is_fusible, work))
+    beside = set(maker.members) - work
+    told = all(op.name in again.CHEAP or op.name == "step.pack_bits" for op in beside)
+    return bool(work) and told and all(map(fuser.is_fusible, maker.members))
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------
