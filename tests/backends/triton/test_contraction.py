@@ -161,6 +161,19 @@ def _(b, x, w, bits):
     return b.contract(b.select(b.unpack_bits(bits, dim=1), x, 0.0), w, spec="mk,nk->mn")
 
 
+@case("a computed factor beside another, and by itself", (300, 40), (300, 24), ((24,), F32))
+def _(b, g, y, shift):
+    x = b.relu(b.cast(b.add(b.cast(y, dtype=F32), shift), dtype=g.type.element))
+    return b.contract(b.concat([g, x], dim=1), x, spec="ka,kc->ac")
+
+
+@case("two tensors side by side on load, of which one is computed and asked once more", (70, 40), (70, 24), (64, 24))
+def _(b, g, y, w):
+    x = b.relu(y)
+    d = b.select(b.le(x, 0.0), 0.0, b.contract(b.concat([g, x], dim=1), w, spec="ma,ac->mc"))
+    return [d, b.sum(b.cast(b.mul(d, y), dtype=F32), dims=(0,))]
+
+
 @case("outputs that nothing of the product is in, as it lies and as a factor does", (70, 37), (52, 37), (70, 52))
 def _(b, x, w, r):
     return [b.relu(r), b.add(b.contract(x, w, spec="mk,nk->mn"), r), b.neg(x)]
