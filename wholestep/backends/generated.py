@@ -195,7 +195,7 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
         taken: set[int] = set()
         walked = stored_along(store)
         in_last_walk = walks[store.operands[0]] == last
-        for number, spec in enumerate(operands):
+        for number, spec in enumerate(operands if store.attributes.get("bits") is None else ()):
             if spec.dtype != result.dtype or runs(spec.shape, spec.strides) != runs(result.shape, result.strides):
                 continue
             read = loads.get(block.arguments[number], [])
@@ -203,6 +203,8 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
             if in_last_walk and last and walked == everything:
                 read = [op for op in read if not is_of_its_row(facts, op, spec, place, walks)]
             if any(place_of(op, spec.strides, sizes) != place or op.attributes["dynamic"] for op in read):
+                continue
+            if any(op.attributes.get("bits") is not None for op in read):  # others read the same byte
                 continue
             if in_last_walk if walked == everything else is_over_before(facts, store, read, in_last_walk):
                 taken.add(number)

@@ -70,6 +70,8 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
     for op in region.ops:
         if op.name == "step.max_pool_grad" and op.indices in arguments:
             found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
+        elif op.name == "step.unpack_bits" and op.x in arguments:
+            found[arguments.index(op.x)].random_(0, 256, generator=generator)
         elif op.name == "step.cross_entropy_grad" and op.logsumexp in arguments and region.device.type == "cpu":
             total = computed(region, op.x, found).float().logsumexp(class_dim(op.x.type))  # as ATen, which reads none
             found[arguments.index(op.logsumexp)].copy_(total)

@@ -79,7 +79,9 @@ def up_to_sums(fuser: Fuser, products: Sequence[Op], cuts: list[Group]) -> Itera
         before, whole, rest = (piece_of(p, fuser.position) for p in (parts[0], [op, *parts[1]], parts[2]))
         old = [piece_of(g.members, fuser.position) for g in (own, other)]
         new = [whole, rest, *([before] if parts[0] else [])]
-        choice = Choice(old, new, functools.partial(take_part, fuser, own, other, parts, made, cuts), (op, parts[1][0]))
+        choice = Choice(
+            old, new, functools.partial(take_part, fuser, own, other, parts, made, cuts), [(op, parts[1][0])]
+        )
         if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
             yield choice
 
