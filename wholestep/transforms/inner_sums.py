@@ -1,28 +1,31 @@
-"""`inner_sums`: sums over a batch that wait for a factor of each image, from sums over the pixels of each image.
+"""`inner_sums`: BatchNorm's sums over a batch that wait for a factor of each image, from sums over its pixels.
 
     sum over n, p of f'(u) (g s[n] + d[n])  =  sum over n of s[n] (sum over p of f'(u) g) + d[n] (sum over p of f'(u))
 
 A gate such as that of squeeze and excite has the gradient sum over p of g a: all pixels are read for it. What it adds
 to the gradient of a (d above) is known only then, and BatchNorm's gradient reads all pixels once more for its two
 sums. But neither s nor d depends on the pixel: sums of what they are multiplied by can be made where the gate's
-gradient is, from one look at the same tensors, and what is left is small. Sums are in f32 and in another order.
+gradient is, from one look at the same tensors, and what is left is small. (Other sums over a gradient, such as that of
+a bias, are made by whoever writes the gradient; BatchNorm's must be known before.) Sums are in f32 and in another order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..dialects.step import StepBuilder, constant_value
 from ..dialects.step.normalization import BatchNorm, BatchNormGrad, per_channel
-from ..dialects.step.pointwise import ActivationGrad, Add, Cast, Mul, Select, Sub
+from ..dialects.step.pointwise import ActivationGrad, Add, Cast, Div, Mul, Select, Sub
 from ..dialects.step.reductions import Mean, Sum, reduced_shape
 from ..dialects.step.shape import Broadcast
 from ..ir.core import Op, Value
 from ..ir.types import F32
 from .opportunity import Change, Place, Transformation, register_transformation
+from .regions import is_source
 
-#: a sum of more parts than that stays as it is: each is a sum of its own for the kernel that reads the pixels
+#: a sum of more parts than that stays as it is: each is two sums more for the kernel that reads the pixels
 PARTS = 4
 #: so many values are looked at for what a factor is computed from
 LOOKED = 400
@@ -33,14 +36,21 @@ class Part:
     """One summand: a tensor, or 1 everywhere, that goes through linear ops, times factors that inner dims share."""
 
     tensor: Value | None
-    through: tuple[Op, ...] = ()
+    #: ops, each with the operand that the tensor is
+    through: tuple[tuple[Op, int], ...] = ()
     factors: tuple[Value, ...] = ()
     negative: bool = False
+
+    @property
+    def read(self) -> list[Value]:
+        """What it is computed from, without its factors."""
+        given = [] if self.tensor is None else [self.tensor]
+        return given + [v for op, side in self.through for n, v in enumerate(op.operands) if n != side]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A sum, what it is a sum of, and an earlier sum over the inner dimensions of the same tensors."""
+    """A norm's gradient, what it is a sum of, and an earlier sum over the inner dimensions of the same tensors."""
 
     op: Op
     parts: tuple[Part, ...]
@@ -50,134 +60,154 @@ class Site:
     def inner(self) -> tuple[int, ...]:
         return self.earlier.dims
 
+    @property
+    def read(self) -> list[Value]:
+        return [*(v for part in self.parts for v in part.read), self.op.x]
+
+    @property
+    def tensors(self) -> set[Value]:
+        """The large ones that are read for it."""
+        return set().union(*map(read_for, self.read))
+
 
 @register_transformation
 class InnerSums(Transformation):
-    """Level 3: a sum, and one over fewer dimensions that its factors are computed from."""
+    """Level 3: a norm's gradient, and a sum over fewer dimensions that factors of it are computed from."""
 
     name = "inner_sums"
     level = 3
 
     def places(self, function: Op) -> Iterator[Place]:
-        position = {op: i for i, op in enumerate(function.regions[0].block)}
-        earlier: dict[tuple[int, ...], list[Op]] = {}
-        for op in position:
-            summed = summed_by(op)
-            if summed is not None:
-                site = site_of(op, earlier.get(summed[0].type.shape, []), position)
-                if site is not None:
-                    yield op, site if isinstance(site, str) else change(site)
-            if op.definition in (Sum, Mean):
-                earlier.setdefault(op.x.type.shape, []).append(op)
+        block = function.regions[0].block
+        position = {op: i for i, op in enumerate(block)}
+        for op in block:
+            found = site_of(op, position) if op.definition is BatchNormGrad else None
+            if found is not None:
+                yield op, found if isinstance(found, str) else change(found)
 
     def apply(self, op: Op) -> None:
         assert op.parent is not None
         position = {o: i for i, o in enumerate(op.parent)}
-        shape = summed_by(op)[0].type.shape  # type: ignore[index]
-        before = [o for o in position if o.definition in (Sum, Mean) and o.x.type.shape == shape]
-        site = site_of(op, [o for o in before if position[o] < position[op]], position)
+        site = site_of(op, position)
         assert isinstance(site, Site)
+        for needed in made_after(site, position) or ():
+            needed.detach()
+            op.parent.insert_before(needed, site.earlier)
         first = StepBuilder(op.parent, site.earlier, site.earlier.loc, site.earlier.phase)
         b = StepBuilder(op.parent, op, op.loc, op.phase)
-        if op.definition is Sum:
-            (total,) = sums(first, b, site, [None])
-            made = b.cast_to(b.reshape_to(total, op.y.type.shape), op.y.type.element)
-            op.y.replace_by(made)
-        else:
-            rank = op.x.type.rank
-            distance = first.sub(first.cast_to(op.x, F32), per_channel(first, first.cast_to(op.mean, F32), rank))
-            db, dw = (b.reshape(v, shape=(op.x.type.shape[1],)) for v in sums(first, b, site, [None, distance]))
-            dw = b.mul(dw, b.cast_to(op.rstd, F32))
-            for old, new in zip(op.results, BatchNormGrad.expand(b, op, (dw, db)), strict=True):
-                old.replace_by(new)
+        mean = per_channel(first, first.cast_to(op.mean, F32), op.x.type.rank)
+        distance = first.sub(first.cast_to(op.x, F32), mean)
+        tensors = [tensor_of(first, part, op.x.type.shape) for part in site.parts]
+        sums = [added(b, site, [first.sum(t, dims=site.inner, keepdim=True) for t in tensors])]
+        sums.append(added(b, site, [first.sum(first.mul(t, distance), dims=site.inner, keepdim=True) for t in tensors]))
+        db, off = (b.reshape(b.sum(v, dims=outer(site), keepdim=True), shape=(op.x.type.shape[1],)) for v in sums)
+        dw = b.mul(off, b.cast_to(op.rstd, F32))
+        for old, new in zip(op.results, BatchNormGrad.expand(b, op, (dw, db)), strict=True):
+            old.replace_by(new)
         op.erase()
 
 
-def sums(first: StepBuilder, b: StepBuilder, site: Site, weights: list[Value | None]) -> list[Value]:
-    """The sum, and that with each of some weights; reduced dimensions stay with size one. `first` builds what is
-    summed over inner dimensions, where the pixels are read; b the rest."""
-    summed, dims = summed_by(site.op)  # type: ignore[misc]
-    outer = tuple(d for d in dims if d not in site.inner)
-    tensors = [tensor_of(first, part, summed.type.shape) for part in site.parts]
-    found = []
-    for weight in weights:
-        total = None
-        for part, tensor in zip(site.parts, tensors, strict=True):
-            weighed = tensor if weight is None else first.mul(tensor, weight)
-            one = first.sum(weighed, dims=site.inner, keepdim=True)
-            for factor in part.factors:
-                one = b.mul(one, b.cast_to(factor, F32))
-            one = b.neg(one) if part.negative else one
-            total = one if total is None else b.add(total, one)
-        found.append(b.sum(total, dims=outer, keepdim=True))
-    return found
-
-
 def tensor_of(b: StepBuilder, part: Part, shape: tuple[int, ...]) -> Value:
-    """What a part sums up, without its factors."""
-    made = b.full(1.0, shape, F32) if part.tensor is None else b.cast_to(part.tensor, F32)
-    made = made if made.type.shape == shape else b.broadcast_to(made, shape)
-    for op in part.through:
-        if op.definition is Select:
-            sides = [b.full(0.0, (), F32) if is_zero(v) else made for v in (op.operands[1], op.operands[2])]
-            made = b.select(op.condition, *sides)
-        else:
-            attributes = {k: v for k, v in op.attributes.items() if k not in ("phase",)}
-            made = getattr(b, op.name.partition(".")[2])(made, b.cast_to(op.x, F32), **attributes)
+    """What a part sums up, in f32 and without its factors."""
+    made = b.full(1.0, shape, F32) if part.tensor is None else b.broadcast_to(b.cast_to(part.tensor, F32), shape)
+    for op, side in part.through:
+        given = [made if n == side else wide(b, v) for n, v in enumerate(op.operands)]
+        attributes = {k: v for k, v in op.attributes.items() if k != "phase"}
+        made = getattr(b, op.name.partition(".")[2])(*given, **attributes)
     return made
+
+
+def wide(b: StepBuilder, value: Value) -> Value:
+    """A value in f32; conditions as they are."""
+    return b.cast_to(value, F32) if value.type.element.kind == "float" else value
+
+
+def added(b: StepBuilder, site: Site, sums: list[Value]) -> Value:
+    """Sums of parts with their factors, added up."""
+    total = None
+    for part, one in zip(site.parts, sums, strict=True):
+        for factor in part.factors:
+            one = b.mul(one, b.cast_to(factor, F32))
+        one = b.neg(one) if part.negative else one
+        total = one if total is None else b.add(total, one)
+    assert total is not None
+    return total
+
+
+def outer(site: Site) -> tuple[int, ...]:
+    """The dimensions that are summed over in the end."""
+    return tuple(d for d in range(site.op.x.type.rank) if d != 1 and d not in site.inner)
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 
-def summed_by(op: Op) -> tuple[Value, tuple[int, ...]] | None:
-    """What an op sums up and over which dimensions."""
-    if op.definition is BatchNormGrad:
-        return op.dy, tuple(d for d in range(op.x.type.rank) if d != 1)
-    return (op.x, op.dims) if op.definition is Sum else None
-
-
-def site_of(op: Op, earlier: list[Op], position: dict[Op, int]) -> Site | str | None:
-    """How a sum can be taken from earlier ones, or why it cannot; None where no factor of it waits for one."""
-    summed, dims = summed_by(op)  # type: ignore[misc]
+def site_of(op: Op, position: dict[Op, int]) -> Site | str | None:
+    """How a norm's sums follow from earlier ones, or why they do not; None where no factor waits for such a sum."""
     found: Site | str | None = None
-    for one in reversed(earlier):
-        if not set(one.dims) < set(dims):
+    known: dict[tuple[int, ...], list[Part]] = {}
+    for earlier in sums_before(op.dy, op.x):
+        dims = earlier.dims
+        parts = known.setdefault(dims, parts_of(op.dy, dims, op.x.type.rank))
+        if not any(part.factors for part in parts):
             continue
-        parts = parts_of(summed, one.dims, summed.type.shape)
-        if not any(waits_for(factor, one, summed.type.size) for part in parts for factor in part.factors):
-            continue
-        why = why_not(op, parts, one, position)
+        site = Site(op, tuple(parts), earlier)
+        why = why_not(site, position)
         if not why:
-            return Site(op, tuple(parts), one)
+            return site
         found = found or why
     return found
 
 
-def parts_of(value: Value, inner: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
+def sums_before(value: Value, like: Value) -> Iterator[Op]:
+    """Sums over some dimensions, not the channels, of tensors of one shape that a value is computed from, the last
+    first; beyond them is not looked."""
+    pending, known = [value], set[Value]()
+    while pending and len(known) <= LOOKED:
+        one = pending.pop(0)
+        op = one.op
+        if one in known or op is None:
+            continue
+        known.add(one)
+        if op.definition in (Sum, Mean) and op.x.type.shape == like.type.shape:
+            if 1 not in op.dims and len(op.dims) < op.x.type.rank - 1:
+                yield op
+        elif one.type.size < like.type.size or is_cheap(op):
+            pending += op.operands
+
+
+def parts_of(value: Value, inner: tuple[int, ...], rank: int) -> list[Part]:
     """A value as a sum of products with what the inner dimensions share; one part without factors where it is none."""
     op = value.op
-    if is_shared(value, inner, len(shape)):
+    if is_shared(value, inner, rank):
         return [Part(None, factors=(value,))]
     found: list[Part] = []
     if op is None:
         pass
     elif op.definition in (Add, Sub):
-        left, right = (parts_of(v, inner, shape) for v in op.operands)
+        left, right = (parts_of(v, inner, rank) for v in op.operands)
         found = left + ([negated(p) for p in right] if op.definition is Sub else right)
     elif op.name == "step.neg":
-        found = [negated(p) for p in parts_of(op.x, inner, shape)]
-    elif op.definition is Mul:
-        for factor, other in ((op.y, op.x), (op.x, op.y)):
-            if is_shared(factor, inner, len(shape)):
-                found = [replace(p, factors=(*p.factors, factor)) for p in parts_of(other, inner, shape)]
-                break
+        found = [negated(p) for p in parts_of(op.x, inner, rank)]
     elif op.definition is Broadcast or (op.definition is Cast and not op.rounds):
-        found = parts_of(op.operands[0], inner, shape)
-    elif issubclass(op.definition, ActivationGrad) or (op.definition is Select and any(map(is_zero, op.operands[1:]))):
-        given = op.dy if op.definition is not Select else next(v for v in op.operands[1:] if not is_zero(v))
-        found = [replace(p, through=(*p.through, op)) for p in parts_of(given, inner, shape)]
+        found = parts_of(op.operands[0], inner, rank)
+    elif op.definition is Mul:
+        for side in (0, 1):
+            factor, parts = op.operands[1 - side], parts_of(op.operands[side], inner, rank)
+            if is_shared(factor, inner, rank):
+                return [replace(p, factors=(*p.factors, factor)) for p in parts]
+            if any(p.factors for p in parts):
+                found = passed(parts, op, side)
+    elif op.definition is Div or issubclass(op.definition, ActivationGrad):
+        found = passed(parts_of(op.operands[0], inner, rank), op, 0)
+    elif op.definition is Select and 0 in map(constant_value, op.operands[1:]):
+        side = 2 if constant_value(op.operands[1]) == 0 else 1
+        found = passed(parts_of(op.operands[side], inner, rank), op, side)
     return found if any(p.factors for p in found) else [Part(value)]
+
+
+def passed(parts: list[Part], op: Op, side: int) -> list[Part]:
+    return [replace(p, through=(*p.through, (op, side))) for p in parts]
 
 
 def negated(part: Part) -> Part:
@@ -190,45 +220,39 @@ def is_shared(value: Value, inner: tuple[int, ...], rank: int) -> bool:
     return all(d < missing or value.type.shape[d - missing] == 1 for d in inner)
 
 
-def is_zero(value: Value) -> bool:
-    return constant_value(value) == 0
-
-
-def waits_for(factor: Value, earlier: Op, size: int) -> bool:
-    """Whether a factor is computed from a sum, by values that are smaller than what is summed up."""
-    pending, known = [factor], set[Value]()
-    while pending and len(known) <= LOOKED:
-        one = pending.pop()
-        if one.op is earlier:
-            return True
-        if one not in known and one.op is not None and one.type.size < size:
-            known.add(one)
-            pending += one.op.operands
-    return False
-
-
-def why_not(op: Op, parts: list[Part], earlier: Op, position: dict[Op, int]) -> str:
-    needed = [v for part in parts for v in needed_by(part)] + ([op.x, op.mean] if op.definition is BatchNormGrad else [])
-    if len(parts) > PARTS:
+def why_not(site: Site, position: dict[Op, int]) -> str:
+    if len(site.parts) > PARTS:
         return "it is a sum of too many parts"
-    if any(v.op is not None and position[v.op] >= position[earlier] for v in needed):
+    if made_after(site, position) is None:
         return "what is summed up is known only after the factors"
-    if not read_by(earlier.x) >= set().union(*map(read_by, needed)):
+    if not read_for(site.earlier.x) >= site.tensors:
         return "the sum that factors are computed from does not read the same tensors"
-    if change(Site(op, tuple(parts), earlier)).bytes >= 0:
+    if change(site).bytes >= 0:
         return "sums over the inner dimensions are as large as what is read"
     return ""
 
 
-def needed_by(part: Part) -> list[Value]:
-    """What is read for what a part sums up, without its factors."""
-    given = [] if part.tensor is None else [part.tensor]
-    for op in part.through:
-        given += [op.condition] if op.definition is Select else [op.x]
-    return given
+def made_after(site: Site, position: dict[Op, int]) -> list[Op] | None:
+    """Cheap ops that stand behind the earlier sum and can stand before it: what is summed up is computed from them.
+    None where it needs others."""
+    pending, found = [*site.read, site.op.mean], set[Op]()
+    while pending:
+        op = pending.pop().op
+        if op is None or op in found or position[op] < position[site.earlier]:
+            continue
+        if len(found) > LOOKED or not (is_cheap(op) or is_source(op)):
+            return None
+        found.add(op)
+        pending += op.operands
+    return sorted(found, key=position.__getitem__)
 
 
-def read_by(value: Value) -> set[Value]:
+def is_cheap(op: Op) -> bool:
+    """Whether a kernel that reads what an op reads computes it on the way."""
+    return bool(getattr(op.definition, "pointwise", False) or getattr(op.definition, "views", False))
+
+
+def read_for(value: Value) -> set[Value]:
     """The large tensors that a kernel reads for a value, if it computes what is cheap."""
     found, pending, known, size = set[Value](), [value], set[Value](), value.type.size
     while pending:
@@ -239,20 +263,16 @@ def read_by(value: Value) -> set[Value]:
         op = one.op
         if op is not None and op.definition is BatchNorm:
             pending.append(op.x)
-        elif op is not None and (getattr(op.definition, "pointwise", False) or getattr(op.definition, "views", False)):
+        elif op is not None and is_cheap(op):
             pending += op.operands
-        else:
+        elif constant_value(one) is None:
             found.add(one)
     return found
 
 
 def change(site: Site) -> Change:
-    """The tensors are read once less; each part has a sum, twice for BatchNorm, that is written and read."""
-    norm = site.op.definition is BatchNormGrad
-    needed = [v for part in site.parts for v in needed_by(part)] + ([site.op.x] if norm else [])
-    read = sum(v.type.bytes for v in set().union(*map(read_by, needed)))
-    small = 1
-    for n in reduced_shape(site.earlier.x.type.shape, site.inner, False):
-        small *= n
-    count = len(site.parts) * (2 if norm else 1)
-    return Change(bytes=2 * 4 * count * small - read, flops=2 * count * site.earlier.x.type.size)
+    """The tensors are read once less; two sums of each part are written, and read."""
+    sums, shape = 2 * len(site.parts), site.op.x.type.shape
+    small = math.prod(reduced_shape(shape, site.inner, False))
+    read = sum(v.type.bytes for v in site.tensors)
+    return Change(bytes=2 * 4 * sums * small - read, flops=2 * sums * site.op.x.type.size)
