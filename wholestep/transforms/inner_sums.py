@@ -6,7 +6,7 @@ A gate such as that of squeeze and excite has the gradient sum over p of g a: al
 to the gradient of a (d above) is known only then, and BatchNorm's gradient reads all pixels once more for its two
 sums. But neither s nor d depends on the pixel: sums of what they are multiplied by can be made where the gate's
 gradient is, from one look at the same tensors, and what is left is small. (Other sums over a gradient, such as that of
-a bias, are made by whoever writes the gradient; BatchNorm's must be known before.) Sums are in f32 and in another order.
+a bias, are made by whoever writes the gradient; BatchNorm's must be known before.) Sums are in f32, in another order.
 """
 
 from __future__ import annotations
