@@ -189,5 +189,19 @@ def test_where_sums_are_as_large_as_pixels() -> None:
     assert ran(products, BF16, side=3)[0] == ["sums over the inner dimensions are as large as what is read"]
 
 
+def test_a_gradient_that_others_read_too() -> None:
+    """A residual: whoever writes the gradient for it has its sums on the way."""
+
+    def build(b: Any, g: Value, x: Value, s: Value, t: Value, weight: Value) -> list[Value]:
+        y, mean, rstd, *_ = b.batch_norm(x, weight, training=True)
+        dy = products(b, g, y, s, t)
+        return [dy, *b.batch_norm_grad(dy, x, mean, rstd, weight)]
+
+    image, gate = TensorType((4, 6, 8, 8), F32), TensorType(GATE, F32)
+    function = program([image, image, gate, gate, TensorType((6,), F32)], build)
+    ((_, why),) = InnerSums().places(function)
+    assert why == "the gradient is read by others too: who writes it sums it up on the way"
+
+
 def test_factors_that_wait_for_nothing_are_no_place() -> None:
     assert ran(lambda b, g, y, s, t: b.mul(g, s))[0] == []

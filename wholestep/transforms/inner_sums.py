@@ -5,8 +5,9 @@
 A gate such as that of squeeze and excite has the gradient sum over p of g a: all pixels are read for it. What it adds
 to the gradient of a (d above) is known only then, and BatchNorm's gradient reads all pixels once more for its two
 sums. But neither s nor d depends on the pixel: sums of what they are multiplied by can be made where the gate's
-gradient is, from one look at the same tensors, and what is left is small. (Other sums over a gradient, such as that of
-a bias, are made by whoever writes the gradient; BatchNorm's must be known before.) Sums are in f32, in another order.
+gradient is, from one look at the same tensors, and what is left is small. (Sums over a gradient that is written, such
+as those for a bias, are made on the way; what BatchNorm makes of it needs its sums first.) Sums are in f32, in another
+order.
 """
 
 from __future__ import annotations
@@ -221,6 +222,8 @@ def is_shared(value: Value, inner: tuple[int, ...], rank: int) -> bool:
 
 
 def why_not(site: Site, position: dict[Op, int]) -> str:
+    if any(user is not site.op for user in site.op.dy.uses):
+        return "the gradient is read by others too: who writes it sums it up on the way"
     if len(site.parts) > PARTS:
         return "it is a sum of too many parts"
     if made_after(site, position) is None:
