@@ -17,6 +17,7 @@ from ..dialects.strides import is_dense, is_laid_out, row_major, runs
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from ..transforms.tall_products import likely_orders, strides_of
+from . import depthwise
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
@@ -31,15 +32,20 @@ def region_of(
 ) -> Region:
     """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would.
 
-    wanted: strides of results that somebody asks for; a loop can write in any.
+    wanted: strides of results that somebody asks for; a loop can write in any, loops around a depthwise convolution
+    pixels with something between them.
     """
     block = body.regions[0].block
-    if any(issubclass(op.definition, ConvolutionLike) for op in block):
+    convolves = any(issubclass(op.definition, ConvolutionLike) for op in block)
+    if convolves:
         kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
     layouts = result_layouts(kernel, operands, types, as_product_lies(body, operands))
-    if kernel is not None:
+    if convolves:
+        asked_for = zip(block.last.operands, wanted, strict=False)
+        wanted = [strides if depthwise.writes_so(body, value, strides) else None for value, strides in asked_for]
+    if kernel is not None or convolves:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)
