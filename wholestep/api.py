@@ -55,6 +55,7 @@ from .transforms import (  # noqa: F401  (they register)
     chunked_loss,
     direct,
     grouped_attention,
+    inner_sums,
     join_slices,
     kept,
     layout,
@@ -110,6 +111,7 @@ DEFAULTS = (
     Default("whole_norm", level=2, fused=True),
     *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
+    Default("inner_sums", level=3, fused=True),
     Default("through_loss", level=3, followed=True),
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
     Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same

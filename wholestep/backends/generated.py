@@ -18,6 +18,7 @@ from ..ir.core import Op, Value
 from ..ir.types import TensorType
 from ..transforms.attention_sides import ATTENTION
 from ..transforms.tall_products import likely_orders, strides_of
+from . import depthwise
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
@@ -32,10 +33,12 @@ def region_of(
 ) -> Region:
     """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would.
 
-    wanted: strides of results that somebody asks for; a loop can write in any.
+    wanted: strides of results that somebody asks for; a loop can write in any, loops around a depthwise convolution
+    pixels with something between them.
     """
     block = body.regions[0].block
-    if any(issubclass(op.definition, ConvolutionLike) for op in block):
+    convolves = any(issubclass(op.definition, ConvolutionLike) for op in block)
+    if convolves:
         kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
@@ -43,7 +46,10 @@ def region_of(
     anchor = next((op for op in block if op.name in ATTENTION), None)
     if anchor is not None:
         layouts = [as_heads_lie(anchor, t) or own for t, own in zip(types, layouts, strict=True)]
-    if kernel is not None or anchor is not None:
+    if convolves:
+        asked_for = zip(block.last.operands, wanted, strict=False)
+        wanted = [strides if depthwise.writes_so(body, value, strides) else None for value, strides in asked_for]
+    if kernel is not None or convolves or anchor is not None:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)

@@ -1,7 +1,8 @@
 """Loops around an anchor: a depthwise convolution takes along what its neighbours do to one element at a time.
 
 Before it: cheap ops that make the image it reads out of another one and of numbers per channel; the image itself is
-then never written. After it: sums per channel over what it makes. Which loops these are is said by their access maps
+then never written. After it: sums per channel over what it makes, and cheap ops that make another image out of that,
+such as an activation's gradient, which is then written in its place. Which loops these are is said by their access maps
 alone: an image is walked as it is, a vector along the channels. Whoever runs such a region asks `sides_of` for both.
 """
 
@@ -64,6 +65,14 @@ class Sides:
     before: Side | None
     after: Side | None
 
+    @property
+    def stored(self) -> Value:
+        """The image that is written: what the anchor makes, or what the loops after it make of that."""
+        made = self.anchor.results[0]
+        if self.after is None:
+            return made
+        return next((v for v in self.after.piece.outputs if v.type.shape == made.type.shape), made)
+
 
 def sides_of(body: Op) -> Sides:
     """The anchor of a function and the loops before and after it."""
@@ -94,9 +103,14 @@ def sides_of(body: Op) -> Sides:
             raise NotAround("it takes nothing along on its stores")
         after = side(rest, position)
         made = anchor.results[0]
-        if made not in after.piece.inputs or not any(u.definition.terminator for u in made.uses):
-            raise NotAround("nothing is read of what it makes, or nobody else reads it")
+        images = [v for v in after.piece.outputs if v.type.rank > 1]
+        if made not in after.piece.inputs or len(images) + any(u.definition.terminator for u in made.uses) != 1:
+            raise NotAround("nothing is read of what it makes, or not one image is written")
+        if images and images[0].type is not made.type:
+            raise NotAround("it is written in another type")
         check(after.kernel, made.type.shape, sums=True)
+        if not any(op.definition is Reduce for op in after.kernel.regions[0].block):
+            raise NotAround("nothing is summed up")
     return Sides(anchor, before, after)
 
 
@@ -154,8 +168,10 @@ def check(kernel: Op, shape: tuple[int, ...], sums: bool) -> None:
                 raise NotAround("a sum that waits for another")
             behind.add(op.results[0])
         elif op.definition is Store:
-            if op.dynamic or listed(op) != (by_channel if sums else as_it_is):
-                raise NotAround("a result that is no number per channel" if sums else "it is written in another order")
+            if op.dynamic or (listed(op) != as_it_is and not (sums and listed(op) == by_channel)):
+                raise NotAround("it is written in another order")
+            if waits and listed(op) == as_it_is:
+                raise NotAround("an image that waits for a sum")
         elif op.definition not in (Apply, Constant) and not op.definition.terminator:
             raise NotAround(f"{op.name} is no function of numbers")
         if waits:
@@ -225,7 +241,7 @@ def hand_over(
 
 
 def take_after(fuser: Fuser, op: Op) -> None:
-    """Joins an anchor with the kernels that do nothing but sum up what it makes."""
+    """Joins an anchor with the kernels that do nothing but sum up what it makes, or make one image of it beside."""
     own, made = fuser.groups[op], op.results[0]
     for user in list(dict.fromkeys(through_views(made))):
         other = fuser.groups.get(user)

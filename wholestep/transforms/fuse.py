@@ -141,6 +141,11 @@ class Reach:
                     return user
         return None
 
+    def needs(self, one: Op, other: Op) -> bool:
+        """Whether an op must run after another."""
+        i = self.number[other]
+        return bool(int(self.before[self.number[one], i >> 6]) >> (i & 63) & 1)
+
     def unite(self, members: Sequence[Op]) -> None:
         """From now on these run together, after everything that any of them needs."""
         own = self.bits(members)
@@ -468,7 +473,8 @@ class Fuser:
                 near = self.position[other] - self.position[one] <= NEAR
                 shares = value.type.size * MUCH_SMALLER >= min(a.points, b.points)  # else they would wait for nothing
                 if a is not b and near and shares and one.phase == other.phase:
-                    self.try_join(a, b, one, other)
+                    turned = self.reach.needs(a.members[0], b.members[0])
+                    self.try_join(*((b, a, other, one) if turned else (a, b, one, other)))
 
     def join_products(self, nodes: list[Op], seconds: Seconds) -> None:
         """Products take the kernel after them along, or the one before, where that is measured to be faster."""

@@ -222,8 +222,8 @@ def before(
         new.append(Piece(piece.ops, piece.inputs, [v for v in piece.outputs if v in own]))
     left = still_read(maker, value, {*readers, *joins})
     if left:
-        rest = piece_of(left, fuser.position)
-        new.append(Piece(rest.ops, rest.inputs, [v for v in rest.outputs if v is not value]))
+        rest, written = piece_of(left, fuser.position), set(piece_of(maker.members, fuser.position).outputs) - {value}
+        new.append(Piece(rest.ops, rest.inputs, [v for v in rest.outputs if v in written]))
     taking = [fuser.groups[u] for u in readers]
     old = [piece_of(g.members, fuser.position) for g in (maker, *taking)]
 
