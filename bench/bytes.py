@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from wholestep.api import (  # noqa: E402
     DEFAULTS,
     FIRST,
+    LAST,
     PIPELINE,
     argument_strides,
     host_numbers,
@@ -139,8 +140,9 @@ def planned(workload: Workload) -> Planned:
     note_bound(program.function)
     with timed_by(Timing(why_modelled="nothing is timed")):
         transform(program.module, whatever(FIRST), levels=range(1, options.level + 1))
-    take(program.module, [d.name for d in DEFAULTS if d.suits(options.level, "cuda", True)], (), GPU)
+    take(program.module, [d.name for d in DEFAULTS if d.suits(options.level, "cuda", True, True)], (), GPU)
     kept.cut(program.module, limits=kept.WITHOUT_BUDGET)
+    take(program.module, LAST, (), GPU)
     run_pipeline(program.module, "cse,dce")
     choose_attentions(program.module, GPU, tune=False)
     choices = Guessed(GPU, providers_for(GPU, ("aten", "triton")))

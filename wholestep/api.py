@@ -50,10 +50,12 @@ from .training.optimizer_plan import OptimizerPlan
 from .training.optimizers import plan_optimizer
 from .training.precision import parse_precision
 from .transforms import (  # noqa: F401  (they register)
+    bit_masks,
     casts,
     chunked_loss,
     direct,
     grouped_attention,
+    inner_sums,
     join_slices,
     kept,
     layout,
@@ -64,6 +66,7 @@ from .transforms import (  # noqa: F401  (they register)
     row_gradients,
     shared_input,
     symmetric_product,
+    through_loss,
     through_norm,
     whole_norm,
     wide_loss,
@@ -94,9 +97,12 @@ class Default:
     fused: bool = False
     #: where there is a budget of memory, that decides
     budgeted: bool = False
+    #: only where products take along what follows them, and no budget wants a loss in chunks
+    followed: bool = False
 
-    def suits(self, level: int, device: str, fuses: bool) -> bool:
-        return level >= self.level and self.device in ("", device) and (fuses or not self.fused)
+    def suits(self, level: int, device: str, fuses: bool, follows: bool) -> bool:
+        able = (fuses or not self.fused) and (follows or not self.followed)
+        return level >= self.level and self.device in ("", device) and able
 
 
 DEFAULTS = (
@@ -105,9 +111,13 @@ DEFAULTS = (
     Default("whole_norm", level=2, fused=True),
     *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
+    Default("inner_sums", level=3, fused=True),
+    Default("through_loss", level=3, followed=True),
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
     Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same
 )
+#: and what is taken once it is decided what backward reads, on CUDA where kernels are generated
+LAST = ("bit_masks",)
 
 
 def compile(
@@ -259,7 +269,9 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     clock = time.perf_counter
     start = clock()
     device = device_of(step.model, step.loss_fn)
-    fuses = choices_of(step, device) is not None  # compilers of kernels start while Python captures
+    choices = choices_of(step, device)
+    fuses = choices is not None  # compilers of kernels start while Python captures
+    follows = choices is not None and bool(choices.followers()) and options.memory_budget is None
     if device.type == "cuda":
         build_ahead()
     captured = capture(step.model, step.loss_fn, first_micro_batch(batch, options.accumulate))
@@ -282,7 +294,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             forbid=not_fused(options.forbid),
             levels=range(1, options.level + 1),
         )
-    suited = [d for d in DEFAULTS if not options.recipe and d.suits(options.level, device.type, fuses)]
+    suited = [d for d in DEFAULTS if not options.recipe and d.suits(options.level, device.type, fuses, follows)]
     later = [d.name for d in suited if d.budgeted and options.memory_budget is not None]
     now = [d.name for d in suited if d.name not in later]
     recipe += take(program.module, now, not_fused(options.forbid), device)
@@ -294,6 +306,8 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         quick = device.type == "cuda" and options.memory_budget is None
         recipe += kept.cut(program.module, not_fused(options.forbid), kept.WITHOUT_BUDGET if quick else None)
+        if device.type == "cuda":
+            recipe += take(program.module, LAST, not_fused(options.forbid), device)
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     timed = 0.0 if layout_clock is None else layout_clock.close()
     attentions = attentions_of(step, program, device)

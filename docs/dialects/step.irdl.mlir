@@ -1182,6 +1182,14 @@ irdl.dialect @step {
     irdl.results(dxs: variadic %c1)
     irdl.attributes { "target" = %c2, "arguments" = %c3, "keywords" = %c4, "wanted" = %c5, "given" = %c6 }
   }
+  irdl.operation @pack_bits {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.integer"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+    irdl.attributes { "dim" = %c2 }
+  }
   irdl.operation @pad {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -1616,6 +1624,14 @@ irdl.dialect @step {
     %c1 = irdl.base "!builtin.tensor"
     irdl.operands(x: %c0)
     irdl.results(y: %c1)
+  }
+  irdl.operation @unpack_bits {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.integer"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+    irdl.attributes { "dim" = %c2 }
   }
   irdl.operation @upsample {
     %c0 = irdl.base "!builtin.tensor"

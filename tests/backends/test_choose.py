@@ -396,15 +396,16 @@ def test_the_version_of_a_provider_is_its_source(tmp_path: Path, monkeypatch: py
     assert Cpp().version == Cpp().version != ""
     for folder in ("backends/triton", "backends/cpp", "dialects/loop", "transforms"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("backends/providers", "transforms/loops", *(f"backends/{name}" for name in Triton.templates)):
+    written_by = [f"transforms/{name}" for name in Triton.written_by]
+    for file in ("backends/providers", *written_by, *(f"backends/{name}" for name in Triton.templates)):
         (tmp_path / f"{file}.py").write_text("pass")
     monkeypatch.setattr(providers, "__file__", str(tmp_path / "backends/providers.py"))
     found = [Triton().version]
-    for file in ("backends/triton/text.py", "backends/depthwise.py", "dialects/loop/ops.py", "transforms/loops.py"):
-        (tmp_path / file).write_text("changed")
+    for file in ("backends/triton/text", "backends/depthwise", "dialects/loop/ops", *written_by):
+        (tmp_path / f"{file}.py").write_text("changed")
         found.append(Triton().version)
     (tmp_path / "backends/cpp/text.py").write_text("changed")
-    assert len(set(found)) == 5 and Triton().version == found[-1]
+    assert len(set(found)) == 6 and Triton().version == found[-1]
     assert Aped().version == Sole().version != ""
 
 

@@ -332,6 +332,22 @@ def test_other_layouts_and_types_are_not_taken() -> None:
     assert claimed([x], lambda b, x: b.gt(x, 0.0)) == [set()]
 
 
+def test_heads_of_an_attention_lie_side_by_side() -> None:
+    """What it makes is read row by row: by the product behind it, and where heads are put together. Numbers per row
+    are not; whoever asks for another layout gets it."""
+    type = tensor_type(torch.empty(2, 3, 5, 4))
+    function = add_function(module(), "region", [type, type, type])
+    block = function.regions[0].block
+    b = StepBuilder(block)
+    out, lse = b.attention(b.mul(block.arguments[0], 2.0), *block.arguments[1:], scale=1.0)
+    finish_function(function, [out, lse])
+    specs = [Spec(type.shape, row_major(type.shape), torch.float32)] * 3
+    found = region_of(function, None, specs, torch.device("cpu"))
+    assert [s.strides for s in found.results] == [(60, 4, 12, 1), (15, 5, 1)]
+    asked = region_of(function, None, specs, torch.device("cpu"), [(60, 20, 4, 1), None])
+    assert [s.strides for s in asked.results] == [(60, 20, 4, 1), (15, 5, 1)]
+
+
 def test_random_kernels_stay_right_on_shared_memory() -> None:
     tried = 0
     for seed in range(500):

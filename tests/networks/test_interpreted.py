@@ -45,5 +45,15 @@ def test_products_turn_queries_and_keys() -> None:
     assert "2 passed" in done.stdout
 
 
+def test_attention_computes_what_stands_around_it() -> None:
+    pytest.importorskip("triton")
+    done = warm.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/networks/attention_cases.py"],
+        os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "4 passed" in done.stdout
+
+
 def test_every_network_is_among_them() -> None:
     assert sorted(name.partition("-")[0] for part in PARTS.values() for name in part) == sorted(NAMES)

@@ -15,12 +15,14 @@ from tests.dialects.loop.provider import LoopReference, registered
 from tests.plan.networks import Case
 from tests.plan.simulate import simulate
 from tests.runtime.runs import data
+from tests.transforms.test_fuse import program
 from wholestep.cost import make_ledger
 from wholestep.cost.movement import movement_of
 from wholestep.dialects.move import verify_plan
+from wholestep.ir.types import F32, TensorType
 from wholestep.ir.verify import VerifyError
 from wholestep.plan import joined, planner
-from wholestep.plan.joins import Joins, find_joins
+from wholestep.plan.joins import Joins, find_joins, held_back
 from wholestep.plan.launches import flatten
 from wholestep.plan.plan import Launch, Plan
 from wholestep.plan.planner import Planned, planned_function
@@ -190,6 +192,19 @@ def test_a_step_trains_to_the_same_bits(name: str, provider: str) -> None:
             assert "its parts are written where it lies, so that it costs nothing" in told
     (one, weights), (other, others) = trained
     assert one == other and all(same_bits(a, b) for a, b in zip(weights, others, strict=True))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_others_read_too_is_in_memory(again: bool) -> None:
+    """A part that loops make, that other loops read: the whole is worth being in place where it is written anyway."""
+
+    def build(b: Any, x: Any, y: Any, w: Any) -> list[Any]:
+        part = b.exp(x)
+        both = b.contract(b.concat([part, y], dim=1), w, spec="mk,nk->mn")
+        return [both, b.sum(part, dims=(0,))] if again else [both]
+
+    types = [TensorType((64, 24), F32), TensorType((64, 8), F32), TensorType((4, 32), F32)]
+    assert len(held_back(program(types, build), CPU)) == int(again)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

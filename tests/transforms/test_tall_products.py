@@ -20,7 +20,7 @@ from wholestep.runtime.executor import Executable
 from wholestep.transforms import again, regions, tall_products
 from wholestep.transforms.around import divide
 from wholestep.transforms.fuse import Fusion, dissolve, fuse
-from wholestep.transforms.regions import Bodies, Piece
+from wholestep.transforms.regions import HELD, Bodies, Piece
 from wholestep.transforms.tall_products import is_tall, likely_orders, strides_of
 
 N, SIDE, WIDE, NARROW = 3, 16, 32, 16
@@ -69,11 +69,34 @@ def residual(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -
     return [s, b.add(product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo"), s)]
 
 
+def told(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A sum that a product reads and that is kept, with bits that say where it is positive; bits of another."""
+    x = b.layout(x, order=LAST)
+    s = b.relu(b.add(b.cast_to(normal(b, x, scale, shift), BF16), x))
+    bits = b.pack_bits(b.le(s, 0.0), dim=1)
+    y = product(b, s, w, "nhwc,oc->nhwo")
+    back = product(b, y, b.transpose(w, order=(1, 0)), "nhwc,oc->nhwo")
+    return [s, bits, y, b.select(b.unpack_bits(b.pack_bits(b.le(x, 0.0), dim=1), dim=1), 0.0, back)]
+
+
 def beside(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
     """A factor whose elements are also summed up, and a product of it that is not rounded."""
     d = b.cast_to(normal(b, x, scale, shift), BF16)
     rows = b.transpose(d, order=LAST), b.transpose(z, order=LAST)
     return [b.contract(*rows, spec="nhwc,nhwo->co", wide=True), b.sum(b.cast_to(d, F32), dims=DIMS)]
+
+
+def side_by_side(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """As `through_norm` leaves it: an activation beside a gradient, in one memory, that two products read; one of them
+    reads the activation as well, and it is summed up."""
+    g = b.transpose(b.exp(z), order=LAST)
+    d = b.transpose(b.relu(b.cast_to(normal(b, x, scale, shift), BF16)), order=LAST)
+    both = b.concat([g, d], dim=3)
+    both.op.attributes[HELD] = True
+    wide = b.concat([w, b.slice(w, dim=1, start=0, end=NARROW)], dim=1)
+    back = b.contract(both, wide, spec="nhwc,oc->nhwo")
+    made = b.contract(both, d, spec="nhwa,nhwc->ac", wide=True)
+    return [g, back, made, b.sum(b.cast_to(d, F32), dims=(0, 1, 2))]
 
 
 def of(build: Callable[..., list[Value]]) -> Op:
@@ -144,6 +167,16 @@ def test_a_factor_that_others_read_is_made_and_written_by_the_product() -> None:
     assert joined(of(residual), Clock())[1] == ["nhwc,oc->nhwo", "nhwc,oc->nhwo"]
 
 
+def test_bits_of_a_factor_are_written_by_the_product() -> None:
+    function = of(told)
+    fuse(function, bodies=Bodies(), seconds=Clock())
+    packed = (N, WIDE // 8, SIDE, SIDE)
+    made = [{r.type.shape for r in op.results} for op in regions_of(function)]
+    assert any({IMAGE, packed, (N, SIDE, SIDE, NARROW)} <= shapes for shapes in made), made
+    assert any(packed in [v.type.shape for v in op.operands] for op in regions_of(function))
+    assert len(joined(of(told), Clock())[1]) == 2
+
+
 def test_a_factor_is_not_written_where_another_kernel_must_run_between() -> None:
     """The weight of the product is made of what reads the factor."""
 
@@ -161,6 +194,36 @@ def test_what_makes_a_factor_may_read_it_too() -> None:
     assert found == ["nhwc,nhwo->co"] and len(fusion.bodies) == 2
     made = [[r.type.shape for r in op.results] for op, _ in fusion.kernels]
     assert sorted(map(len, made)) == [1, 1]
+
+
+def is_held(op: Op) -> bool:
+    return HELD in op.attributes
+
+
+def test_a_part_of_what_lies_in_one_memory_is_computed_on_load() -> None:
+    """The concatenation is then read from its parts, of which one is made on the way; nothing else writes it."""
+    fusion, found = joined(of(side_by_side), Clock(), alone=is_held)
+    assert sorted(found) == ["nhwa,nhwc->ac", "nhwc,oc->nhwo"]
+    image = (N, SIDE, SIDE, WIDE)
+    for op, _ in fusion.kernels:
+        assert not any(sorted(r.type.shape) in (sorted(image), [N, SIDE, SIDE, WIDE + NARROW]) for r in op.results)
+    function = of(side_by_side)
+    fuse(function, bodies=Bodies(), seconds=Clock(), alone=is_held)
+    assert not any(map(is_held, function.regions[0].block))
+    bodies = [lookup(root_of(function), op.callee).regions[0].block for op in regions_of(function)]
+    assert not any(is_held(op) for body in bodies for op in body)
+
+
+def test_what_lies_in_one_memory_stays_there_for_other_readers() -> None:
+    def build(b: Any, *values: Value) -> list[Value]:
+        made = side_by_side(b, *values)
+        both = next(op for op in b.block if is_held(op))
+        return [*made, b.amax(both.results[0], dims=(3,))]
+
+    function = of(build)
+    fuse(function, bodies=Bodies(), seconds=Clock(), alone=is_held)
+    lookups = [lookup(root_of(function), op.callee).regions[0].block for op in regions_of(function)]
+    assert sum(any(map(is_held, body)) for body in lookups) == 1
 
 
 def test_kernels_that_are_alike_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +362,8 @@ def test_triton_writes_what_is_joined() -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-    for build in (forward, backward, residual, beside):
+    for build in (forward, backward, residual, beside, told, side_by_side):
         bodies = Bodies()
-        fuse(of(build), bodies=bodies, seconds=clock)
+        fuse(of(build), bodies=bodies, seconds=clock, alone=is_held)
     assert len(refused) > 12
     assert not any(refused)

@@ -96,6 +96,23 @@ def test_what_the_clock_refuses_says_so() -> None:
     assert why.startswith("measured: ") and why.endswith(" us apart")
 
 
+def exponentials(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    """Of a product, less a number per row that is made of others, and a mean of logarithms of their sums."""
+    low = b.mul(b.cast(b.slice(pre, dim=1, start=0, end=1), dtype=F32), 2.0)
+    e = b.cast(b.exp(b.sub(b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32), low)), dtype=BF16)
+    sums = b.sum(b.cast(e, dtype=F32), dims=(1,))
+    return [e, sums, b.mean(b.log(sums), dims=(0,))]
+
+
+def test_a_kernel_that_goes_on_from_sums_is_cut_behind_them() -> None:
+    def able(piece: Piece, strides: Any) -> bool:
+        return not any(op.name in ("step.log", "step.mean") for op in piece.ops)
+
+    (names,) = joined(of(exponentials), Clock(), able)
+    assert "step.exp" in names and "step.sum" in names
+    assert joined(of(exponentials), Clock(faster=False), able) == []
+
+
 def statistics(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
     """BatchNorm's, behind a convolution."""
     y = b.conv(x, w, **WINDOW)

@@ -62,8 +62,9 @@ from .trial import Trial, empty
 MARGIN = 1.0
 #: so is another algorithm for a product: what was drawn is the least of many times, and ATen's bits are eager's
 MARGIN_OF_PRODUCTS = 0.98
-#: sets of tensors that products are timed on beside the first
-SPARES = 2
+#: sets of tensors that products are timed on beside the first, and other regions that move from so many bytes up to so
+#: many: less takes no time, more is in no cache
+SPARES, FROM, UP_TO = 2, 1 << 24, 1 << 27
 #: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
 HEAVY, MORE = 0.7, 3
 #: and on a GPU, whose kernels compile while others are timed, so many of the heaviest in any case: a step of equal
@@ -537,9 +538,9 @@ class Choices:
         return starts_slowly(region) and not self.products and best < LITTLE * region.bytes / self.bandwidth
 
     def spares(self, region: Region) -> list[list[torch.Tensor]]:
-        """Other operands and results, which a product is timed on in turns: one that finds its factors in a GPU's cache
+        """Other operands and results, which a kernel is timed on in turns: one that finds its tensors in a GPU's cache
         tells little of one that does not, as most do in a step."""
-        if self.device.type != "cuda" or not is_product(region):
+        if self.device.type != "cuda" or not (is_product(region) or FROM <= region.bytes < UP_TO):
             return []
         free = torch.cuda.mem_get_info(self.device)[0]
         count = SPARES if free > 8 * region.bytes else 0

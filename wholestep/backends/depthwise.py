@@ -49,6 +49,8 @@ class Problem:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dtype: torch.dtype
+    #: elements from one pixel of what is written to the next, where others lie between: it may be a part of something
+    pixel: int = 0
 
 
 def takes(op: Op) -> bool:
@@ -76,13 +78,37 @@ def why_not(region: Region) -> str:
     if any(laid_out_from(v) not in arguments for v in read_by(sides)):
         return "a depthwise convolution of a view; only of a whole tensor"
     problem = problem_of(sides.anchor)
-    for spec in region.specs:
+    stored = places_of(region, sides).result
+    for number, spec in enumerate(region.specs):
+        if number == stored and problem.part != "weight_grad" and pixel_of(spec):
+            continue
         if len(spec.shape) == 1 or (spec.shape == problem.weight and spec.shape not in (problem.image, problem.output)):
             if not same_places(spec.shape, spec.strides, row_major(spec.shape)):
                 return "the kernel of a depthwise convolution that has gaps, or numbers per channel that have"
         elif not same_places(spec.shape, spec.strides, last(spec.shape)):
             return "a depthwise convolution that is not channels-last"
     return ""
+
+
+def pixel_of(spec: Spec) -> int:
+    """Elements from one pixel of an image to the next; 0 where it is not channels-last."""
+    _, channels, height, width = spec.shape
+    pixel = spec.strides[3] if width > 1 else spec.strides[2] if height > 1 else spec.strides[0]
+    wanted = (height * width * pixel, 1, width * pixel, pixel)
+    return pixel if pixel >= channels and same_places(spec.shape, spec.strides, wanted) else 0
+
+
+def writes_so(body: Op, value: Value, strides: Sequence[int] | None) -> bool:
+    """Whether the kernels of a body that is a depthwise convolution with loops after it can write a result so."""
+    if strides is None or value.type.rank != 4:
+        return False
+    try:
+        sides = sides_of(body)
+    except NotAround:
+        return False
+    if sides.after is None or sides.stored is not value or sides.anchor.groups == 1:
+        return False
+    return bool(pixel_of(Spec(value.type.shape, tuple(strides), torch_dtype(value.type.element))))
 
 
 def read_by(sides: Sides) -> list[Value]:
@@ -110,7 +136,7 @@ def offers(region: Region) -> list[Offer]:
     """The configurations worth timing; with neighbours also without them: one kernel after the other."""
     sides = sides_of(region.body)
     neighbours = neighbours_of(region, sides)
-    problem = problem_of(sides.anchor)
+    problem = placed(problem_of(sides.anchor), region, sides)
     found = []
     for config in configs(problem)[: OFFERS - bool(neighbours.hooks)]:
         way = Single(problem, places_of(region, sides), config, neighbours)
@@ -121,6 +147,13 @@ def offers(region: Region) -> list[Offer]:
         parts = apart(region, sides)
         found.insert(1, Offer("depthwise apart", parts.key, parts.scratch, parts))
     return found
+
+
+def placed(problem: Problem, region: Region, sides: Sides) -> Problem:
+    """The problem with where its image is written."""
+    if problem.part == "weight_grad":
+        return problem
+    return replace(problem, pixel=pixel_of(region.specs[places_of(region, sides).result]))
 
 
 def configs(problem: Problem) -> list[Any]:
@@ -144,7 +177,7 @@ def places_of(region: Region, sides: Sides) -> Places:
         (image,) = sides.before.images
     first, second = (block.arguments.index(laid_out_from(v)) for v in (image, sides.anchor.operands[1]))
     assert block.last is not None
-    result = len(region.operands) + block.last.operands.index(sides.anchor.results[0])
+    result = len(region.operands) + block.last.operands.index(sides.stored)
     return Places(first, second, result, len(region.specs))
 
 
@@ -179,7 +212,7 @@ def neighbours_of(region: Region, sides: Sides) -> Neighbours:
         found = replace(found, before=hook, before_reads=tuple(tensors[i] for i in hook.vectors))
     if (after := sides.after) is not None:
         made = sides.anchor.results[0]
-        tensors = tensors_of(region, [*after.piece.inputs, *after.piece.outputs], made)
+        tensors = tensors_of(region, [*after.piece.inputs, *after.piece.outputs], made, sides.stored)
         hook = text.hook(after.kernel, after.piece.inputs.index(made), "after")
         ends, reads, writes = text.ends(after.kernel, "end")
         found = replace(
@@ -193,8 +226,10 @@ def neighbours_of(region: Region, sides: Sides) -> Neighbours:
     return found
 
 
-def tensors_of(region: Region, values: Sequence[Value], made: Value | None = None) -> list[int]:
-    """Where values are among the tensors of a region."""
+def tensors_of(
+    region: Region, values: Sequence[Value], made: Value | None = None, stored: Value | None = None
+) -> list[int]:
+    """Where values are among the tensors of a region; what a convolution made where that is stored that is made of it."""
     block = region.body.regions[0].block
     assert block.last is not None
     found = []
@@ -203,7 +238,7 @@ def tensors_of(region: Region, values: Sequence[Value], made: Value | None = Non
         if own in block.arguments:
             found.append(block.arguments.index(own))
         else:
-            found.append(len(region.operands) + block.last.operands.index(made if own is made else own))
+            found.append(len(region.operands) + block.last.operands.index(stored if own is made else own))
     return found
 
 
@@ -318,10 +353,10 @@ class Single(Way):
             if near.before is not None:
                 constants |= {"BEFORE_ONCE": Name("before_once"), "BEFORE": Name("before")}
         if p.part != "weight_grad":
-            constants |= module.NOTHING_AFTER
+            constants |= module.NOTHING_AFTER | {"PIXEL": p.pixel or c}
             if near.after is not None:
                 constants |= {"AFTER_ONCE": Name("after_once"), "AFTER": Name("after")}
-                constants |= {"SUMS": near.after.sums, "BESIDE": len(near.beside)}
+                constants |= {"SUMS": near.after.sums, "BESIDE": len(near.beside), "STORES": near.after.stores}
         if p.part == "weight_grad":
             constants["IMAGES"] = config.images
             given = [first, second, pointers.several(near.before_reads), out]
@@ -459,11 +494,19 @@ def apart(region: Region, sides: Sides) -> Apart:
         places = tensors_of(region, before.piece.inputs)
         generated(before, (*places, image), [*(region.specs[i] for i in places), scratch[0]])
     plain = Neighbours((POINTERS[problem.dtype],) * 3)
+    made, stored = at.result, sides.stored
+    if stored is not sides.anchor.results[0]:
+        (made,) = more([Spec(stored.type.shape, last(stored.type.shape), problem.dtype)])
+    else:
+        problem = placed(problem, region, sides)
     single = Single(problem, Places(0, 1, 2, 3), configs(problem)[0], plain)
-    steps.append((single, (image, at.second, at.result, *more(single.scratch))))
+    steps.append((single, (image, at.second, made, *more(single.scratch))))
     if (after := sides.after) is not None:
-        places = tensors_of(region, [*after.piece.inputs, *after.piece.outputs], sides.anchor.results[0])
-        generated(after, places, [region.specs[i] for i in places])
+        values = [*after.piece.inputs, *after.piece.outputs]
+        places = tensors_of(region, values, sides.anchor.results[0], stored)
+        places[after.piece.inputs.index(sides.anchor.results[0])] = made
+        specs = [*region.specs, *scratch]
+        generated(after, places, [specs[i] for i in places])
     return Apart(tuple(steps), tuple(scratch))
 
 

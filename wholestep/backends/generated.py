@@ -16,7 +16,9 @@ from ..dialects.step.convolution import ConvolutionLike
 from ..dialects.strides import is_dense, is_laid_out, row_major, runs
 from ..ir.core import Op, Value
 from ..ir.types import TensorType
+from ..transforms.attention_sides import ATTENTION
 from ..transforms.tall_products import likely_orders, strides_of
+from . import depthwise
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
@@ -31,18 +33,35 @@ def region_of(
 ) -> Region:
     """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would.
 
-    wanted: strides of results that somebody asks for; a loop can write in any.
+    wanted: strides of results that somebody asks for; a loop can write in any, loops around a depthwise convolution
+    pixels with something between them.
     """
     block = body.regions[0].block
-    if any(issubclass(op.definition, ConvolutionLike) for op in block):
+    convolves = any(issubclass(op.definition, ConvolutionLike) for op in block)
+    if convolves:
         kernel = None
     assert block.last is not None
     types = [v.type for v in block.last.operands]
     layouts = result_layouts(kernel, operands, types, as_product_lies(body, operands))
-    if kernel is not None:
+    anchor = next((op for op in block if op.name in ATTENTION), None)
+    if anchor is not None:
+        layouts = [as_heads_lie(anchor, t) or own for t, own in zip(types, layouts, strict=True)]
+    if convolves:
+        asked_for = zip(block.last.operands, wanted, strict=False)
+        wanted = [strides if depthwise.writes_so(body, value, strides) else None for value, strides in asked_for]
+    if kernel is not None or convolves or anchor is not None:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))
     return Region(body, kernel, tuple(operands), results, device)
+
+
+def as_heads_lie(anchor: Op, type: TensorType) -> tuple[int, ...] | None:
+    """Strides of a result that has the shape of one of an attention: row by row with all heads in a row, as libraries
+    write it and products read it. None of any other."""
+    if type.rank != 4 or all(type.shape != v.type.shape for v in (anchor.q, anchor.k, *anchor.results)):
+        return None
+    _, heads, rows, width = type.shape
+    return rows * heads * width, width, heads * width, 1
 
 
 def as_product_lies(body: Op, operands: Sequence[Spec]) -> list[tuple[int, ...]]:
@@ -182,7 +201,7 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
         taken: set[int] = set()
         walked = stored_along(store)
         in_last_walk = walks[store.operands[0]] == last
-        for number, spec in enumerate(operands):
+        for number, spec in enumerate(operands if store.attributes.get("bits") is None else ()):
             if spec.dtype != result.dtype or runs(spec.shape, spec.strides) != runs(result.shape, result.strides):
                 continue
             read = loads.get(block.arguments[number], [])
@@ -190,6 +209,8 @@ def overwritable(kernel: Op | None, operands: Sequence[Spec], results: Sequence[
             if in_last_walk and last and walked == everything:
                 read = [op for op in read if not is_of_its_row(facts, op, spec, place, walks)]
             if any(place_of(op, spec.strides, sizes) != place or op.attributes["dynamic"] for op in read):
+                continue
+            if any(op.attributes.get("bits") is not None for op in read):  # others read the same byte
                 continue
             if in_last_walk if walked == everything else is_over_before(facts, store, read, in_last_walk):
                 taken.add(number)

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..dialects.step import StepBuilder
+from ..dialects.step.attention import AttentionLike
 from ..dialects.step.losses import class_dim
 from ..dialects.step.pooling import possible_winners
-from ..ir.core import Value
+from ..ir.builtin import add_function, finish_function, module
+from ..ir.core import Op, Value
+from ..transforms.regions import base
 from .aten import lower, run_calls
 
 if TYPE_CHECKING:
@@ -66,9 +70,13 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
     for op in region.ops:
         if op.name == "step.max_pool_grad" and op.indices in arguments:
             found[arguments.index(op.indices)].copy_(possible_winners(op, region.device))
+        elif op.name == "step.unpack_bits" and op.x in arguments:
+            found[arguments.index(op.x)].random_(0, 256, generator=generator)
         elif op.name == "step.cross_entropy_grad" and op.logsumexp in arguments and region.device.type == "cpu":
             total = computed(region, op.x, found).float().logsumexp(class_dim(op.x.type))  # as ATen, which reads none
             found[arguments.index(op.logsumexp)].copy_(total)
+        elif op.name == "step.attention_grad" and len(region.ops) > 1:
+            give_what_forward_makes(region, op, found)
         elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:
             found[arguments.index(op.indices)].random_(0, op.rows, generator=generator)
         elif op.name == "step.row_sums" or (op.name == "step.index_put" and op.accumulate):
@@ -88,6 +96,26 @@ def computed(region: Region, value: Value, operands: list[torch.Tensor]) -> torc
             break
         run_calls([lower(op, region.device)], values)
     return values[value]
+
+
+def give_what_forward_makes(region: Region, op: Op, operands: list[torch.Tensor]) -> None:
+    """Lets what an attention's gradients read of its results be that: some kernels compute it again, others read it."""
+    arguments = region.body.regions[0].block.arguments
+    given = [op.q, op.k, op.v, op.mask]
+    function = add_function(module(), "forward", [v.type for v in given if v is not None])
+    block = function.regions[0].block
+    options = {name: op.attributes[name] for name in AttentionLike.attribute_fields if name in op.attributes}
+    finish_function(function, list(StepBuilder(block).attention(*block.arguments, **options)))
+    values: dict[Value, Any] = {
+        inside: computed(region, v, operands)
+        for inside, v in zip(block.arguments, (v for v in given if v is not None), strict=True)
+    }
+    first = block.first
+    assert first is not None
+    run_calls([lower(first, region.device)], values)
+    for wanted, made in zip((op.out, op.logsumexp), first.results, strict=True):
+        if base(wanted) in arguments:
+            computed(region, wanted, operands).copy_(values[made])  # (what is seen through views is the operand)
 
 
 def draw(into: torch.Tensor, generator: torch.Generator, positive: bool, vector: bool) -> None:

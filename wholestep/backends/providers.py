@@ -27,6 +27,7 @@ from ..dialects.step import constant_value, torch_dtype
 from ..errors import InputError
 from ..ir.core import Op
 from ..ir.hashing import structural_hash
+from ..transforms.attention_sides import ATTENTION
 from ..transforms.regions import ANCHORS
 from . import batched
 from .aten import lower, run_calls
@@ -111,6 +112,8 @@ class Provider(ABC):
     alone: ClassVar[tuple[str, ...]] = ()
     #: whether its ways take so long to build that it competes only where it is named, and where most can be gained
     slow: ClassVar[bool] = False
+    #: whether it runs attention with the loops around it as one kernel
+    attends: ClassVar[bool] = False
     #: the provider that this one takes part with wherever that competes with others, such as one that calls it too
     below: ClassVar[str] = ""
 
@@ -231,6 +234,10 @@ def why_nothing_is_fused(device: torch.device, names: Sequence[str] | None) -> s
     )
 
 
+def has_attention(region: Region) -> bool:
+    return any(op.name in ATTENTION for op in region.ops)
+
+
 @register_provider
 class Aten(Provider):
     """PyTorch's own kernels, one op after the other."""
@@ -284,6 +291,8 @@ class Generator(Provider):
     package: ClassVar[str]
     #: modules with kernels that were written by hand for one kind of op
     templates: ClassVar[tuple[str, ...]] = ()
+    #: transforms that write what it generates code from
+    written_by: ClassVar[tuple[str, ...]] = ("loops",)
 
     @property
     def code(self) -> Any:
@@ -296,7 +305,7 @@ class Generator(Provider):
         files = [here / f"{name.replace('.', '/')}.py" for name in self.templates]
         for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
             files += sorted(folder.glob("*.py"))
-        return version_of([*files, here.parent / "transforms" / "loops.py"])
+        return version_of([*files, *(here.parent / "transforms" / f"{name}.py" for name in self.written_by)])
 
     @property
     def batches(self) -> Any:
@@ -431,6 +440,8 @@ class Triton(Generator):
     name, package, devices = "triton", "triton.generate", ("cuda",)
     batching = "triton.batches"
     templates = ("depthwise", "embedding", "windows")
+    written_by = ("loops", "attention_sides")
+    attends = True
 
     def absent(self) -> str:
         if importlib.util.find_spec("triton") is not None:
@@ -447,13 +458,29 @@ class Triton(Generator):
 
     def offer(self, region: Region, name: str) -> Offer | None:
         """The way of that name; of a loop kernel the others are not written."""
+        if has_attention(region):
+            return next(iter(self.around_attention(region, name)), None)
         if region.parts or region.kernel is None or self.template(region) is not None:
             return super().offer(region, name)
         found = self.code.candidates(region.kernel, region.specs, name)
         return next((Offer(c.name, c.key, tuple(c.scratch), c) for c in found), None)
 
+    def offers(self, region: Region) -> list[Offer]:
+        return self.around_attention(region) if has_attention(region) else super().offers(region)
+
+    def around_attention(self, region: Region, only: str = "") -> list[Offer]:
+        """Ways to run an attention with the loops around it, all or the one of a name."""
+        family = importlib.import_module("wholestep.backends.triton.attention")
+        found = family.candidates(region.body, region.specs, only)
+        return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
+
     def claims(self, region: Region) -> str:
-        return super().claims(region) if importlib.util.find_spec("triton") else "the package triton is not installed"
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if has_attention(region):
+            family = importlib.import_module("wholestep.backends.triton.attention")
+            return family.why_not(region.body, region.specs)
+        return super().claims(region)
 
 
 @register_provider

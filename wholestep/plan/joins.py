@@ -233,9 +233,9 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
 
 
 def is_in_memory(value: Value, join: Op) -> bool:
-    """Whether a value is written whether or not it is a part."""
+    """Whether a value is written whether or not it is a part: a library makes it, or others read it as well."""
     assert value.op is not None
-    return is_library(value.op) or any(is_library(user) for user in readers_of(value) if user is not join)
+    return is_library(value.op) or any(user is not join for user in readers_of(value))
 
 
 def is_library(op: Op) -> bool:

@@ -29,7 +29,7 @@ from ..transforms.expand import expanded
 from ..transforms.fuse import Fusion, dissolve, fuse
 from ..transforms.fusion_wishes import Wishes
 from ..transforms.late_updates import BESIDE, KEPT
-from ..transforms.regions import Bodies, Piece, body_of
+from ..transforms.regions import HELD, Bodies, Piece, body_of
 from ..transforms.side_updates import runs_beside
 from .ahead import ahead_launches, before_use, beside_forward
 from .aliases import Assignment, assign
@@ -47,8 +47,6 @@ from .side import add_waits, hurried, keep_arguments, released, side_launches
 ALIGNMENT = {"cpu": 64, "cuda": 256}
 #: how often a function is flattened until ATen takes no part any more, and until the rest is run op by op
 ATTEMPTS, MOST = 6, 100
-#: marks concatenations that are to be in place while ops become kernels
-HELD = "plan.held"
 _LIFETIMES = {
     "parameter": "param", "optimizer_state": "opt_state", KEPT: "grad", "batch": "batch", "constant": "constant",
 }  # fmt: skip
@@ -197,6 +195,7 @@ class _Planner:
             products=self.choices.products,
             kept=self.choices.objects,
             follows=self.follows if self.choices.measure and self.choices.followers() else None,
+            attends=any(p.attends for p in self.choices.providers),
         )
         root = root_of(function)
         sites = release(function, fusion) if held else {}

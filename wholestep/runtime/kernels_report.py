@@ -24,6 +24,7 @@ from ..ir.builtin import lookup
 from ..ir.core import Op
 from ..plan.plan import Launch
 from ..plan.planner import Planned
+from ..transforms.attention_sides import ATTENTION
 
 #: ops around which a region is a contraction
 CONTRACTIONS = frozenset(f"step.{n}" for n in ("contract", "conv", "conv_input_grad", "conv_weight_grad"))
@@ -214,6 +215,8 @@ def family_of(planned: Planned, op: Op | None) -> str:
     body = bodies[name]
     if body.function is not None and any(o.name in CONTRACTIONS for o in body.function.regions[0].block):
         return "contraction"
+    if body.function is not None and any(o.name in ATTENTION for o in body.function.regions[0].block):
+        return "attention"
     if body.schedule is None:
         return "library"
     return "rows" if body.schedule.along else "sums" if body.schedule.across else "pointwise"

@@ -1,7 +1,8 @@
 """Loops around an anchor: a depthwise convolution takes along what its neighbours do to one element at a time.
 
 Before it: cheap ops that make the image it reads out of another one and of numbers per channel; the image itself is
-then never written. After it: sums per channel over what it makes. Which loops these are is said by their access maps
+then never written. After it: sums per channel over what it makes, and cheap ops that make another image out of that,
+such as an activation's gradient, which is then written in its place. Which loops these are is said by their access maps
 alone: an image is walked as it is, a vector along the channels. Whoever runs such a region asks `sides_of` for both.
 """
 
@@ -18,6 +19,7 @@ from ..ir.attributes import Symbol
 from ..ir.builtin import Func
 from ..ir.core import Block, Builder, Op, Value
 from . import again
+from .attention_sides import ATTENTION
 from .loops import NotLoops, lowered
 from .regions import Bodies, Body, Piece, base, body_of, is_source, is_view, piece_of
 
@@ -63,6 +65,14 @@ class Sides:
     before: Side | None
     after: Side | None
 
+    @property
+    def stored(self) -> Value:
+        """The image that is written: what the anchor makes, or what the loops after it make of that."""
+        made = self.anchor.results[0]
+        if self.after is None:
+            return made
+        return next((v for v in self.after.piece.outputs if v.type.shape == made.type.shape), made)
+
 
 def sides_of(body: Op) -> Sides:
     """The anchor of a function and the loops before and after it."""
@@ -93,9 +103,14 @@ def sides_of(body: Op) -> Sides:
             raise NotAround("it takes nothing along on its stores")
         after = side(rest, position)
         made = anchor.results[0]
-        if made not in after.piece.inputs or not any(u.definition.terminator for u in made.uses):
-            raise NotAround("nothing is read of what it makes, or nobody else reads it")
+        images = [v for v in after.piece.outputs if v.type.rank > 1]
+        if made not in after.piece.inputs or len(images) + any(u.definition.terminator for u in made.uses) != 1:
+            raise NotAround("nothing is read of what it makes, or not one image is written")
+        if images and images[0].type is not made.type:
+            raise NotAround("it is written in another type")
         check(after.kernel, made.type.shape, sums=True)
+        if not any(op.definition is Reduce for op in after.kernel.regions[0].block):
+            raise NotAround("nothing is summed up")
     return Sides(anchor, before, after)
 
 
@@ -153,8 +168,10 @@ def check(kernel: Op, shape: tuple[int, ...], sums: bool) -> None:
                 raise NotAround("a sum that waits for another")
             behind.add(op.results[0])
         elif op.definition is Store:
-            if op.dynamic or listed(op) != (by_channel if sums else as_it_is):
-                raise NotAround("a result that is no number per channel" if sums else "it is written in another order")
+            if op.dynamic or (listed(op) != as_it_is and not (sums and listed(op) == by_channel)):
+                raise NotAround("it is written in another order")
+            if waits and listed(op) == as_it_is:
+                raise NotAround("an image that waits for a sum")
         elif op.definition not in (Apply, Constant) and not op.definition.terminator:
             raise NotAround(f"{op.name} is no function of numbers")
         if waits:
@@ -224,7 +241,7 @@ def hand_over(
 
 
 def take_after(fuser: Fuser, op: Op) -> None:
-    """Joins an anchor with the kernels that do nothing but sum up what it makes."""
+    """Joins an anchor with the kernels that do nothing but sum up what it makes, or make one image of it beside."""
     own, made = fuser.groups[op], op.results[0]
     for user in list(dict.fromkeys(through_views(made))):
         other = fuser.groups.get(user)
@@ -300,7 +317,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
             types = [v.type for v in piece.outputs]
             part = builder.create(Fused, operands, types, {"callee": Symbol(name)})
             mapping.update(zip(piece.outputs, part.results, strict=True))
-            if any(o.name in TAKES or o.name == PRODUCT for o in piece.ops):
+            if any(o.name in TAKES or o.name == PRODUCT or o.name in ATTENTION for o in piece.ops):
                 fusion.kernels = [(part if o is op else o, sites) for o, sites in fusion.kernels]
         assert inner.last is not None
         for old, new in zip(op.results, inner.last.operands, strict=True):
@@ -313,7 +330,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
 def pieces_around(body: Op) -> list[Piece]:
     """The loops before an anchor, the anchor and the loops after it; none of a body that is something else."""
     position: dict[Op, float] = {op: i for i, op in enumerate(body.regions[0].block)}
-    products = [op for op in position if op.name == PRODUCT]
+    products = [op for op in position if op.name == PRODUCT or op.name in ATTENTION]
     if len(products) == 1:
         return pieces_of_product(products[0], position)
     try:
@@ -327,15 +344,33 @@ def pieces_around(body: Op) -> list[Piece]:
 
 
 def pieces_of_product(product: Op, position: dict[Op, float]) -> list[Piece]:
-    """What makes each factor of a product, the product, and what reads its result."""
+    """What makes each factor of a product or an attention, that, and what reads each of its results."""
     left = {op: None for op in position if is_work(op)}
     pieces: list[list[Op]] = []
     for value in product.operands:
         makers = set() if value.op is None else {value.op, *makers_of(value.op)}
         pieces.append([op for op in left if op in makers])
         left = {op: None for op in left if op not in makers}
-    pieces += [[product], [op for op in left if op is not product]]
-    return [piece_of(ops, position) for ops in pieces if ops]
+    pieces.append([product])
+    del left[product]
+    for result in product.results[:-1]:  # what reads the last one has everything that is left
+        readers = readers_behind(result) & left.keys()
+        own = readers.union(*(makers_of(op) for op in readers))
+        pieces.append([op for op in left if op in own])
+        left = {op: None for op in left if op not in own}
+    return [piece_of(ops, position) for ops in (*pieces, list(left)) if ops]
+
+
+def readers_behind(value: Value) -> set[Op]:
+    """All that needs a value."""
+    found: set[Op] = set()
+    pending = list(value.uses)
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending += [u for r in op.results for u in r.uses]
+    return found
 
 
 def outside(value: Value, mapping: dict[Value, Value], block: Block, at: Op) -> Value:

@@ -24,6 +24,7 @@ from ..ir.types import I64, TensorType
 from .again import CHEAP, compute_again
 from .again_wishes import AgainWishes
 from .around import join_around
+from .around_attention import join_attention
 from .early_sums import bring, draw_near, join_sums, why_not_early
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
@@ -140,6 +141,11 @@ class Reach:
                     return user
         return None
 
+    def needs(self, one: Op, other: Op) -> bool:
+        """Whether an op must run after another."""
+        i = self.number[other]
+        return bool(int(self.before[self.number[one], i >> 6]) >> (i & 63) & 1)
+
     def unite(self, members: Sequence[Op]) -> None:
         """From now on these run together, after everything that any of them needs."""
         own = self.bits(members)
@@ -204,12 +210,13 @@ class Fuser:
         products: bool = False,
         kept: Keeper | None = None,
         follows: Follows | None = None,
+        attends: bool = False,
     ):
         self.function = function
         # (what a user asks for, or the clock decides, does not follow from the program)
         self.kept = None if recipe or force or forbid or products else kept
         self.program = ""
-        self.seconds, self.products, self.follows = seconds, products, follows
+        self.seconds, self.products, self.follows, self.attends = seconds, products, follows, attends
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.again = AgainWishes.among(recipe, force, forbid)
@@ -411,7 +418,7 @@ class Fuser:
 
     def around(self, groups: list[Group]) -> list[Group]:
         """What is done once ops are joined: kernels compute what others wrote for them, anchors take others along."""
-        groups = join_around(self, compute_again(self, groups))
+        groups = join_attention(self, join_around(self, compute_again(self, groups)))
         if self.seconds is None:
             return groups
         groups = join_sums(self, join_wide(self, join_tall(self, groups)))
@@ -466,7 +473,8 @@ class Fuser:
                 near = self.position[other] - self.position[one] <= NEAR
                 shares = value.type.size * MUCH_SMALLER >= min(a.points, b.points)  # else they would wait for nothing
                 if a is not b and near and shares and one.phase == other.phase:
-                    self.try_join(a, b, one, other)
+                    turned = self.reach.needs(a.members[0], b.members[0])
+                    self.try_join(*((b, a, other, one) if turned else (a, b, one, other)))
 
     def join_products(self, nodes: list[Op], seconds: Seconds) -> None:
         """Products take the kernel after them along, or the one before, where that is measured to be faster."""
@@ -659,16 +667,18 @@ def fuse(
     products: bool = False,
     kept: Keeper | None = None,
     follows: Follows | None = None,
+    attends: bool = False,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
     host: arguments that are numbers of the host; runs_on_host: ops that then stay there. alone: ops that some provider
     wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
     is decided by the clock: neighbours of tall products, with `products` those of all. kept: what was joined before in
-    the same program (`remembered.py`). follows: says which wide products may take along what follows them.
+    the same program (`remembered.py`). follows: says which wide products may take along what follows them. attends:
+    whether a provider computes what stands around an attention.
     """
     wishes = (forbid, runs_on_host, alone, recipe, force)
-    return Fuser(function, host, bodies, *wishes, seconds, products, kept, follows).run()
+    return Fuser(function, host, bodies, *wishes, seconds, products, kept, follows, attends).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import InputError
 from ..ir.core import Op, Value
 from .again_wishes import NAME
+from .attention_sides import ATTENTION
 from .early_sums import is_tried
 from .opportunity import fits, meant, near
 from .regions import is_view, piece_of, readers_of
@@ -119,12 +120,13 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
 
 
 def why_apart(fuser: Fuser, op: Op, with_others: bool = True) -> str:
-    """Why an op cannot be part of a kernel. A product is not made one by itself, but with its neighbours it can be."""
-    return "" if with_others and is_product(op) else fuser.why_apart(op)
+    """Why an op cannot be part of a kernel. A product or an attention is not made one by itself, but with its
+    neighbours it can be."""
+    return "" if with_others and is_anchor(op) else fuser.why_apart(op)
 
 
-def is_product(op: Op) -> bool:
-    return op.name == "step.contract"
+def is_anchor(op: Op) -> bool:
+    return op.name == "step.contract" or op.name in ATTENTION
 
 
 # ---- forced pairs ----------------------------------------------------------------------------------------------------

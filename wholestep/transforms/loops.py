@@ -202,9 +202,11 @@ class Lowering:
         Space.build(self.b, sizes=tuple(self.sizes))
         self.known: dict[tuple[Value, tuple[Place, ...]], Value] = {}
         # whatever is read is read before anything is written: results may take the memory of operands
-        numbers = [self.at(result, self.home(result)) for result in results]
-        for number, result, argument in zip(numbers, results, own.arguments[len(inputs) :], strict=True):
-            Store.build(self.b, number, argument, [], map=[self.row(p) for p in self.home(result)])
+        walked = [unpacked(result) for result in results]
+        numbers = [self.at(value, self.home(value)) for value in walked]
+        for number, value, result, argument in zip(numbers, walked, results, own.arguments[len(inputs) :], strict=True):
+            bits = None if value is result or result.op is None else result.op.dim
+            Store.build(self.b, number, argument, [], map=[self.row(p) for p in self.home(value)], bits=bits)
         self.even_rows()
         finish_function(self.function, [])
 
@@ -262,7 +264,7 @@ class Lowering:
 
     def order(self, results: Sequence[Value], block: Block) -> None:
         """Numbers the iteration dimensions: those of the largest result first, then what reductions add."""
-        wanted = sorted(results, key=lambda v: -v.type.size)
+        wanted = sorted(map(unpacked, results), key=lambda v: -v.type.size)
         reduced = [op.operands[0] for op in block if op.definition.name in REDUCTIONS]
         if reduced and (not wanted or max(v.type.size for v in reduced) > wanted[0].type.size):
             wanted = [max(reduced, key=lambda v: v.type.size), *wanted]
@@ -370,6 +372,20 @@ class Lowering:
         return Load.build(
             self.b, tensor, numbers, map=rows, dynamic=tuple(dynamic), guarded=guarded, checked=checked
         ).result
+
+    def bit(self, tensor: Value, index: Sequence[Place], dim: int) -> Value:
+        """A truth value of bytes that hold eight of them along a dimension."""
+        if tensor not in self.arguments:
+            raise NotLoops("bits are packed where they are stored, and not read in the same kernel")
+        rows = []
+        for place, size, number in zip(index, tensor.type.shape, range(len(index)), strict=True):
+            if isinstance(place, Computed):
+                raise NotLoops("bits are not looked up")
+            low, high = self.range(place)
+            if low < 0 or high >= size * (8 if number == dim else 1):
+                raise NotLoops("there are no bits outside of their tensor")
+            rows.append(self.row(place))
+        return Load.build(self.b, self.arguments[tensor], [], map=rows, bits=dim).result
 
     def row(self, place: Affine) -> list[int]:
         """A row of an access map; all rows of a kernel are made equally long at its end."""
@@ -564,6 +580,12 @@ class Lowering:
         element = self.linear(index, op.type.shape)
         stream = self.constant(op.stream, I64) if op.number is None else self.at(op.number, ())
         return Random.build(self.b, *parts, element, stream, digits=digits).result
+
+
+def unpacked(result: Value) -> Value:
+    """What is walked for a result: where it holds bits, the truth values that they are."""
+    packs = result.op is not None and result.op.name == "step.pack_bits"
+    return result.op.operands[0] if packs else result  # type: ignore[union-attr]
 
 
 def shifts(op: Op) -> list[tuple[Value, Value, int, int]]:

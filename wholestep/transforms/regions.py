@@ -15,9 +15,12 @@ from ..ir.builtin import add_function, finish_function, module
 from ..ir.core import Op, Value
 from ..ir.hashing import structural_hash
 from ..ir.types import TensorType
+from . import attention_sides
 from .expand import expand_where, has_expansion
 from .loops import NotLoops, is_primitive, lowered
 
+#: an attribute of ops that are kept out of kernels for now, such as concatenations whose parts are written in place
+HELD = "plan.held"
 #: a kernel has at most so many tensors, and so many ops
 POINTERS, OPS = 30, 240
 #: and with a concatenation so many more for each tensor that it joins: no point reads more than one of those
@@ -161,8 +164,11 @@ def body_of(piece: Piece, name: str = "region") -> Op:
     function = add_function(root, name, [v.type for v in piece.inputs], loc=piece.ops[-1].loc)
     block = function.regions[0].block
     mapping = dict(zip(piece.inputs, block.arguments, strict=True))
+    others = sum(not (is_view(op) or is_source(op)) for op in piece.ops) > 1
     for op in piece.ops:
         copy = op.clone(mapping)
+        if others:  # (among which it is an op as any)
+            copy.attributes.pop(HELD, None)
         block.append(copy)
         mapping.update(zip(op.results, copy.results, strict=True))
     finish_function(function, [mapping[v] for v in piece.outputs])
@@ -211,6 +217,8 @@ class Bodies:
         if problem:
             return Body(None, why_not=problem)
         function = body_of(piece)
+        if any(op.name in attention_sides.ATTENTION for op in piece.ops):  # it is walked in tiles, not as one loop
+            return Body(function, why_not=attention_sides.why_not(function))
         try:
             kernel = lowered(function)
             walk = schedule(kernel)

@@ -164,7 +164,8 @@ def joint_of(layers: Sequence[Op], position: Mapping[Op, int]) -> Joint:
 
 
 def change_of(parts: Sequence[Part]) -> Change:
-    """Bytes: joined products read their input once; what is put side by side is read and written."""
+    """Bytes: joined products read their input once; what is put side by side is read and written. A product alone may
+    take along what reads its result (`wide_products.py`), such as rotary positions; of a part that reads it is not."""
     moved = saved = 0
     weights: dict[tuple[Value, ...], None] = {}
     gradients: dict[tuple[Value, ...], None] = {}
@@ -172,6 +173,7 @@ def change_of(parts: Sequence[Part]) -> Change:
         more = len(part.ops) - 1
         if isinstance(part, Forward):
             moved -= more * part.ops[0].lhs.type.bytes
+            moved += sum(2 * op.result.type.bytes for op in part.ops if only_loops_read(op.result))
             weights[part.weights] = None
         elif isinstance(part, InputGradient):
             moved -= 2 * more * part.ops[0].result.type.bytes  # written, and read by the sum
@@ -270,6 +272,13 @@ def forward_parts(layers: Sequence[Op], reasons: list[str]) -> list[Forward]:
 def kept(value: Value) -> bool:
     """Whether backward reads a value, or a view of it."""
     return any(kept(user.results[0]) if is_view(user) else is_late(user) for user in value.uses)
+
+
+def only_loops_read(value: Value) -> bool:
+    """Whether generated kernels of forward alone read a value, or views of it."""
+    users = [u for u in value.uses if not is_view(u)]
+    views = [u.results[0] for u in value.uses if is_view(u)]
+    return not kept(value) and all(map(generated, users)) and all(map(only_loops_read, views))
 
 
 def check_readers(ops: Sequence[Op]) -> None:

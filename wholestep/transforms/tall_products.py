@@ -90,8 +90,8 @@ class Choice:
     old: list[Piece]
     new: list[Piece]
     apply: Callable[[], None]
-    #: who makes and who reads what lies between them, where these are two
-    pair: tuple[Op, Op] | None = None
+    #: who makes and who reads what lies between them, pair by pair
+    pairs: Sequence[tuple[Op, Op]] = ()
 
     @property
     def saved(self) -> int:
@@ -149,9 +149,10 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
     for choice, (before, after) in zip(wanted, taken, strict=True):
         if after < before:
             choice.apply()
-        elif choice.pair is not None:
+            continue
+        for pair in choice.pairs:
             why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
-            fuser.refuse(*choice.pair, why, choice.saved)
+            fuser.refuse(*pair, why, choice.saved)
 
 
 def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:
@@ -170,41 +171,72 @@ def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> li
 def befores(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
     """Large factors that tall products read, and beside them at most the kernel that makes them, cheaply."""
     among = set(products)
-    for value in dict.fromkeys(base(v) for op in products for v in op.operands):
+    for value in dict.fromkeys(v for op in products for seen in op.operands for v in parts_of(fuser, base(seen))):
         maker = fuser.groups.get(value.op) if value.op is not None else None
         if maker is None or value.type.bytes < again.LEAST or not fuser.is_fusible(maker.members[0]):
             continue
-        readers = [u for u in dict.fromkeys(again.through_views(value)) if u not in maker.members]
+        joins, readers = read_by(fuser, value, maker)
         if any(u not in among or again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
             continue
         if any(fuser.half(u) != again.half(fuser, maker) for u in readers):
             continue
         ops = again.makers(value, set(maker.members))
         if ops:
-            choice = before(fuser, value, maker, readers, ops)
+            choice = before(fuser, value, maker, readers, ops, joins)
             if choice is not None:
                 yield choice
 
 
-def before(fuser: Fuser, value: Value, maker: Group, readers: Sequence[Op], ops: set[Op]) -> Choice | None:
+def is_join(fuser: Fuser, op: Op | None) -> bool:
+    """Whether an op is a concatenation that costs nothing, because its parts are written where it lies."""
+    return op is not None and op.name == "step.concat" and fuser.alone(op) and op in fuser.groups
+
+
+def parts_of(fuser: Fuser, value: Value) -> list[Value]:
+    """A value; what it consists of, where that lies in one memory."""
+    if not is_join(fuser, value.op):
+        return [value]
+    assert value.op is not None
+    return [base(v) for v in value.op.operands]
+
+
+def read_by(fuser: Fuser, value: Value, maker: Group) -> tuple[list[Op], list[Op]]:
+    """The concatenations in place that a value is a part of, and who reads it, by way of those as well."""
+    users = [u for u in dict.fromkeys(again.through_views(value)) if u not in maker.members]
+    joins = [u for u in users if is_join(fuser, u)]
+    readers = [u for u in users if u not in joins] + [u for j in joins for u in again.through_views(j.results[0])]
+    return joins, list(dict.fromkeys(readers))
+
+
+def before(
+    fuser: Fuser, value: Value, maker: Group, readers: Sequence[Op], ops: set[Op], joins: Sequence[Op] = ()
+) -> Choice | None:
+    """joins: concatenations that readers read from parts then, since the value is no longer in memory."""
     work = [op for op in ops if not is_view(op)]
     new = []
     for reader in readers:
         members = fuser.groups[reader].members
-        piece = piece_of([*members, *work], fuser.position)
         own = {r for op in members for r in op.results}
+        read = [j for j in joins if any(base(v) is j.results[0] for v in reader.operands)]
+        piece = piece_of([*members, *work, *read], fuser.position)
         new.append(Piece(piece.ops, piece.inputs, [v for v in piece.outputs if v in own]))
-    left = still_read(maker, value, set(readers))
+    left = still_read(maker, value, {*readers, *joins})
     if left:
-        rest = piece_of(left, fuser.position)
-        new.append(Piece(rest.ops, rest.inputs, [v for v in rest.outputs if v is not value]))
+        rest, written = piece_of(left, fuser.position), set(piece_of(maker.members, fuser.position).outputs) - {value}
+        new.append(Piece(rest.ops, rest.inputs, [v for v in rest.outputs if v in written]))
     taking = [fuser.groups[u] for u in readers]
     old = [piece_of(g.members, fuser.position) for g in (maker, *taking)]
 
     def refused(members: Sequence[Op]) -> str:
         return why_not(fuser, piece_of(members, fuser.position))
 
-    choice = Choice(old, new, lambda: hand_over(fuser, value, ops, maker, taking, refused))
+    def apply() -> None:
+        for join in joins:
+            own = [g for g in taking if any(base(v) is join.results[0] for m in g.members for v in m.operands)]
+            hand_over(fuser, join.results[0], {join}, fuser.groups[join], own, refused)
+        hand_over(fuser, value, ops, maker, taking, refused)
+
+    choice = Choice(old, new, apply)
     return None if not choice.worth_it or any(why_not(fuser, piece) for piece in new) else choice
 
 
@@ -236,7 +268,7 @@ def afters(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                 continue
             whole = piece_of([*own.members, *other.members], fuser.position)
             old = [piece_of(g.members, fuser.position) for g in (own, other)]
-            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), (op, user))
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, other, made), [(op, user)])
             if choice.worth_it and not comes_back(fuser, own, other, made) and not why_not(fuser, whole):
                 met.add(id(other))
                 yield choice
@@ -280,9 +312,11 @@ def on_the_way(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
 
 
 def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
-    """Whether a kernel is nothing but cheap ops that make a value."""
+    """Whether a kernel is nothing but cheap ops that make a value, and bits that tell something of it."""
     work = {op for op in again.makers(value, set(maker.members)) if not is_view(op)}
-    return work == set(maker.members) and all(map(fuser.is_fusible, work))
+    beside = set(maker.members) - work
+    told = all(op.name in again.CHEAP or op.name == "step.pack_bits" for op in beside)
+    return bool(work) and told and all(map(fuser.is_fusible, maker.members))
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract, parse_spec
+from ..dialects.step.convolution import ConvInputGrad
 from ..dialects.step.normalization import BatchNorm, BatchNormGrad
 from ..dialects.step.shape import Concat, Transpose
 from ..ir.core import Op, Value
 from ..ir.types import F32
+from .inner_sums import read_for
 from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import ANCHORS
 
@@ -106,7 +108,7 @@ class ThroughNorm(Transformation):
         for op in function.regions[0].block:
             site = site_of(op) if op.definition is BatchNormGrad else None
             if site is not None:
-                yield op, why_not(op, site) or change(site)
+                yield op, why_not(op, site) or change(op, site)
 
     def apply(self, op: Op) -> None:
         site = site_of(op)
@@ -316,19 +318,33 @@ def why_not(op: Op, site: Site) -> str:
         return "sums over products of 32 bits are slow"
     if y.bytes < WIDER * x.bytes:
         return "what the product reads is not much smaller than what it makes"
-    found = change(site)
+    found = change(op, site)
     if -found.bytes - found.saved < LEAST + RATE * found.flops:
         return "it is too small to be worth some small kernels more"
-    if is_made_of(op.dy, site.product.result):
+    if is_made_of(op.dy, site.product.result) and not is_made_on_the_way(op, site):
         return "the gradient is computed from the product, which is read for it anyway"
     return ""
 
 
-def change(site: Site) -> Change:
-    """Readers of y read x, which is written for them; y is not kept."""
+def change(op: Op, site: Site) -> Change:
+    """Readers of y read x, which is written for them; y is not kept, unless the gradient is computed from it."""
     y, x, readers = site.product.result.type.bytes, site.x.type.bytes, 1 + len(site.inputs)
     inner = next(n for n, c in zip(site.x.type.shape, site.rows, strict=True) if c == site.inner)
-    return Change(bytes=(1 + readers) * (x - y), saved=-y, flops=2 * readers * inner * site.weight.type.size)
+    flops = 2 * readers * inner * site.weight.type.size
+    if is_made_on_the_way(op, site):
+        return Change(bytes=readers * (x - y) + 2 * x, flops=flops)
+    return Change(bytes=(1 + readers) * (x - y), saved=-y, flops=flops)
+
+
+def is_made_on_the_way(op: Op, site: Site) -> bool:
+    """Whether a depthwise convolution's gradient and the product are all that the gradient is computed from: the kernel
+    that makes the one reads the other for its sums, and can write what an activation makes of both (`around.py`)."""
+    made = site.product.result
+    others = read_for(op.dy) - {made}
+    if len(others) != 1 or list(op.dy.uses) != [op]:
+        return False
+    maker = others.pop().op
+    return maker is not None and maker.definition is ConvInputGrad and maker.w.type.shape[1] == 1 and maker.groups > 1
 
 
 def is_made_of(value: Value, product: Value) -> bool:

@@ -22,6 +22,7 @@ from wholestep.ir.core import Op
 from wholestep.ir.types import BF16, F32, F64, I64, ScalarType, TensorType
 from wholestep.transforms.loops import lowered
 
+UI8 = ScalarType("ui8")
 GUARD = 64
 #: share of the largest value by which a result may differ: f32 by its sums alone; the interpreter cuts bf16 off
 TOLERANCE = {"f32": 1e-5, "bf16": 2e-2, "f16": 4e-3}
@@ -136,6 +137,41 @@ def _(b, x, r, w, scale, shift):
     z = b.relu(b.cast(b.add(normal, b.cast(r, dtype=F32)), dtype=w.type.element))
     y = b.cast(b.contract(z, w, spec="mk,nk->mn"), dtype=F32)
     return [z, y, b.sum(y, dims=(0,)), b.sum(b.mul(y, y), dims=(0,))]
+
+
+@case("residual sum on load and stored, and where it is positive, as bits", (150, 40), (150, 40), (52, 40))
+def _(b, x, r, w):
+    z = b.relu(b.add(x, r))
+    return [z, b.contract(z, w, spec="mk,nk->mn"), b.pack_bits(b.gt(z, 0.0), dim=1)]
+
+
+@case("columns of a stored factor, as bits", (40, 70), (40, 56))
+def _(b, x, y):
+    return [b.contract(x, y, spec="km,kn->mn"), b.pack_bits(b.gt(y, 0.0), dim=1)]
+
+
+@case("bits on store decide what stays, column sums", (70, 40), (40, 56), ((70, 7), UI8))
+def _(b, dy, w, bits):
+    d = b.select(b.unpack_bits(bits, dim=1), b.contract(dy, w, spec="mk,kn->mn"), 0.0)
+    return [d, b.sum(b.cast(d, dtype=F32), dims=(0,))]
+
+
+@case("bits on load decide what is multiplied", (70, 40), (52, 40), ((70, 5), UI8))
+def _(b, x, w, bits):
+    return b.contract(b.select(b.unpack_bits(bits, dim=1), x, 0.0), w, spec="mk,nk->mn")
+
+
+@case("a computed factor beside another, and by itself", (300, 40), (300, 24), ((24,), F32))
+def _(b, g, y, shift):
+    x = b.relu(b.cast(b.add(b.cast(y, dtype=F32), shift), dtype=g.type.element))
+    return b.contract(b.concat([g, x], dim=1), x, spec="ka,kc->ac")
+
+
+@case("two tensors side by side on load, of which one is computed and asked once more", (70, 40), (70, 24), (64, 24))
+def _(b, g, y, w):
+    x = b.relu(y)
+    d = b.select(b.le(x, 0.0), 0.0, b.contract(b.concat([g, x], dim=1), w, spec="ma,ac->mc"))
+    return [d, b.sum(b.cast(b.mul(d, y), dtype=F32), dims=(0,))]
 
 
 @case("outputs that nothing of the product is in, as it lies and as a factor does", (70, 37), (52, 37), (70, 52))
@@ -257,11 +293,15 @@ def strides_of(shape: tuple[int, ...], layout: Any = None) -> tuple[int, ...]:
     return (0, *strides[1:]) if layout == "repeated" else tuple(strides)
 
 
+def empty(dtype: torch.dtype) -> float | int:
+    """What memory holds that nobody has written."""
+    return float("nan") if dtype.is_floating_point else min(2**20, torch.iinfo(dtype).max)
+
+
 def guarded(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of NaN amid NaN: what is read beside it shows in the result, what is written there shows as well."""
     size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    empty = float("nan") if dtype.is_floating_point else 2**20
-    memory = torch.full((size + 2 * GUARD,), empty, dtype=dtype, device=device)
+    memory = torch.full((size + 2 * GUARD,), empty(dtype), dtype=dtype, device=device)
     return memory.as_strided(shape, strides, GUARD)
 
 
@@ -269,7 +309,7 @@ def broken_guards(tensor: torch.Tensor) -> bool:
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((size + 2 * GUARD,), (1,), 0)
     edges = torch.cat([memory[:GUARD], memory[-GUARD:]])
-    return not bool((edges.isnan() if edges.is_floating_point() else edges == 2**20).all())
+    return not bool((edges.isnan() if edges.is_floating_point() else edges == empty(edges.dtype)).all())
 
 
 def run_case(
@@ -303,12 +343,14 @@ def run_built(
         layout = each[2] if isinstance(each[0], tuple) and len(each) > 2 else None
         tensor = guarded(type.shape, strides_of(type.shape, layout), torch_dtype(type.element), device)
         whole = type.element.kind != "float"
-        drawn = torch.randint(0, 25, type.shape) if whole else torch.randn(type.shape)
+        drawn = (
+            torch.randint(0, 25 if type.element is not UI8 else 256, type.shape) if whole else torch.randn(type.shape)
+        )
         first = slice(0, 1) if layout == "repeated" else slice(None)
         tensor[first].copy_(drawn[first])
         inputs.append(tensor)
     outputs = [guarded(t.shape, strides_of(t.shape), torch_dtype(t.element), device) for t in results]
-    wanted = [torch.zeros(t.shape, dtype=torch.float64) for t in results]
+    wanted = [torch.zeros(t.shape, dtype=t.dtype if t.dtype is torch.uint8 else torch.float64) for t in outputs]
     if formula is None:
         run(function, [t.cpu() for t in inputs], wanted)
     else:
@@ -344,10 +386,10 @@ def errors_of(
             raise call
         scratch = [guarded(s.shape, s.strides, s.dtype, outputs[0].device) for s in candidate.scratch]
         for tensor in outputs:
-            tensor.fill_(float("nan"))
+            tensor.fill_(empty(tensor.dtype))
         call(*inputs, *outputs, *scratch)
         error = max(
-            ((o.double().cpu() - w).abs().max() / w.abs().max()).nan_to_num(float("inf")).item()
+            ((o.double().cpu() - w.double()).abs().max() / w.double().abs().max()).nan_to_num(float("inf")).item()
             for o, w in zip(outputs, wanted, strict=True)
         )
         broken = any(broken_guards(t) for t in (*inputs, *outputs, *scratch))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from wholestep.backends.wgmma.products import ROWS, SUMMED, Matrix, Product, Vector
+from wholestep.backends.wgmma.products import COLUMNS, ROWS, SUMMED, Matrix, Product, Vector
 from wholestep.backends.wgmma.windows import Convolution
 
 TYPES = r"""
@@ -26,7 +26,12 @@ PRELUDE = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-struct Args { const void* vec[NVEC + 1]; float* part[NSUM + 1]; void* end[NEND + 1]; int m, n, k; };
+struct Args {
+    const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
+    float *part[NSUM + 1], *across[NACROSS + 1];
+    void* end[NEND + 1];
+    int m, n, k;
+};
 static inline float as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
 static inline float bf16_low(u32 p) { return as_float(p << 16); }
 static inline float bf16_high(u32 p) { return as_float(p & 0xFFFF0000u); }
@@ -43,6 +48,8 @@ static inline float exp2_(float x) { return exp2f(x); }
 static inline float reciprocal_(float x) { return 1.0f / x; }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float looked_up_f32(const void* from, u32 at) { return ((const float*)from)[at]; }
+static inline u32 looked_up_16(const void* from, u32 at) { return ((const u16*)from)[at]; }
 """
 
 WALK = r"""
@@ -50,8 +57,10 @@ extern "C" void run(
     const float* sums, Args* given, u16** in, const long* in_strides, u16** out, const long* out_strides,
     const float* beside, long summed) {
     Args& args = *given;
-    const int rows = (args.m + 127) / 128;
-    for (int y = 0; y < args.m; ++y)
+    const int rows = (args.m + 127) / 128, columns = (args.n + 127) / 128;
+    for (int y = 0; y < args.m; ++y) {
+        float high[NROW + 1][4];
+        heights(args, y, high);
         for (int x = 0; x < args.n; x += 2) {
             float known[NVEC + 1][4], made[2][NOUT + 1], sum[2][NSUM + 1];
             u32 read[NIN + 1][4], written[NOUT + 1][4];
@@ -59,11 +68,17 @@ extern "C" void run(
             for (int i = 0; i < NIN; ++i)
                 read[i][0] = in[i][y * in_strides[i] + x] | (u32)in[i][y * in_strides[i] + x + 1] << 16;
             for (int e = 0; e < 2; ++e) {
-                float v[PARTS], own[NIN + 1], b[NVEC + 1];
+                float v[2], own[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
                 for (int p = 0; p < PARTS; ++p) v[p] = sums[((long)p * args.m + y) * args.n + x + e];
+                for (int p = 0; TURN && p < 2; ++p) v[p] = sums[(long)y * args.n + (x + e & ~TURN) + p * TURN];
                 unpack(read, 0, e, own);
                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][e];
-                around(v, own, b, made[e], sum[e]);
+                for (int i = 0; i < NROW; ++i) r[i] = high[i][0];
+                around(args, v, own, b, r, y, x + e, x + e & TURN, made[e], sum[e], over);
+                for (int i = 0; i < NACROSS; ++i) {
+                    float& to = args.across[i][(x / 128) * args.m + y];
+                    to = (x + e) % 128 ? to + over[i] : over[i];
+                }
                 for (int i = 0; i < NSUM; ++i) {
                     float& to = args.part[i][(y / 128) * args.n + x + e];
                     to = y % 128 ? to + sum[e][i] : sum[e][i];
@@ -75,6 +90,13 @@ extern "C" void run(
                 out[i][y * out_strides[i] + x + 1] = (u16)(written[i][0] >> 16);
             }
         }
+    }
+    for (int y = 0; y < args.m; ++y) {
+        float s[NACROSS + 1] = {};
+        for (int i = 0; i < NACROSS; ++i)
+            for (int c = 0; c < columns; ++c) s[i] += args.across[i][(long)c * args.m + y];
+        crossing(args, y, s);
+    }
     for (int x = 0; x < args.n; ++x) {
         float s[NSUM + 1] = {};
         for (int i = 0; i < NSUM; ++i)
@@ -145,11 +167,15 @@ def gathered(product: Convolution, tensors: Sequence[torch.Tensor], folder: Path
 def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None:
     """Runs a product on tensors of a CPU: operands and results of its region."""
     text = product.source(product.shape()).partition("// ---- what follows the product")  # type: ignore[arg-type]
-    given = "".join(line for line in text[0].splitlines(True) if line.startswith("#define N") or "PARTS " in line)
+    defined = "".join(
+        line
+        for line in text[0].splitlines(True)
+        if line.startswith("#define N") or line.startswith(("#define PARTS ", "#define TURN "))
+    )
     functions = text[0][text[0].index("__device__ __forceinline__ float bf16_rounded") :]
-    functions = "".join(own for own in split(functions) if "asm(" not in own)
+    functions = "".join(own for own in split(functions) if "asm" not in own)
     source, made = folder / "host.cpp", folder / "host.so"
-    source.write_text(given + TYPES + PRELUDE + functions + product.generated + WALK)
+    source.write_text(defined + TYPES + PRELUDE + functions + product.generated + WALK)
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
 
     def pointer(own: Matrix | Vector) -> int:
@@ -168,19 +194,20 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
         right = matrix(product.b) if product.along_b else matrix(product.b).T
     sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
     partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]
-    vec = [*map(pointer, product.vectors), 0]
-    end = [*map(pointer, product.ends), 0]
-    words = (ctypes.c_uint64 * 64)(*vec, *(p.data_ptr() for p in (*partial,)), 0, *end)
-    at = len(vec) + len(partial) + 1 + len(end)
-    sizes = (ctypes.c_int32 * 2).from_buffer(words, 8 * at)
+    crossed = [torch.full((-(-product.n // COLUMNS), product.m), float("nan")) for _ in range(product.crossed)]
+    given = [map(pointer, own) for own in (product.vectors, product.heights, product.tables)]
+    given += [(t.data_ptr() for t in own) for own in (partial, crossed)]
+    pointers = [p for own in (*given, map(pointer, product.ends)) for p in (*own, 0)]
+    words = (ctypes.c_uint64 * 64)(*pointers)
+    sizes = (ctypes.c_int32 * 2).from_buffer(words, 8 * len(pointers))
     sizes[0], sizes[1] = product.m, product.n
     tables = []
     for own in (product.reads, product.writes):
         tables.append((ctypes.c_uint64 * (len(own) + 1))(*map(pointer, own), 0))
         tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
     beside = (torch.zeros(0), left.sum(1), right.sum(0))[product.aside].contiguous()
-    given = (ctypes.c_void_p(beside.data_ptr()), ctypes.c_long(beside.numel()))
-    ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables, *given)
+    summed = (ctypes.c_void_p(beside.data_ptr()), ctypes.c_long(beside.numel()))
+    ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables, *summed)
 
 
 def split(text: str) -> list[str]:

@@ -262,7 +262,7 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     data = ways.arguments_of(product, shape, [1 << 10, 1 << 11, 1 << 12])
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     assert [w for w in words[: 16 * 5] if w] == [1 << 10, 1 << 11, 1 << 12]
-    numbers = data[16 * 5 * 8 + 3 * 8 :]
+    numbers = data[16 * 5 * 8 + 6 * 8 :]
     found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 64, 4)]
     assert found == [product.m, product.n, product.k, shape.group, 0, 0, 64, 3, 12, 6, 1, 2, 3, 1, 3, 1]
     assert len(data) % 64 == 0
@@ -280,7 +280,7 @@ def test_it_compiles_without_spills(name: str, tmp_path: Path) -> None:
         source.write_text(way.source)
         done = subprocess.run(["nvcc", *options, source.name], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("0 bytes spill stores") == 3, done.stderr
+        assert done.stderr.count("0 bytes spill stores") == 4, done.stderr
 
 
 # ---- on a Hopper GPU -------------------------------------------------------------------------------------------------

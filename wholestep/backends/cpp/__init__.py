@@ -57,6 +57,8 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
     for op in block:
         if op.definition is Store and op.attributes["dynamic"]:
             return "it writes to places that are computed, and two of them may be the same"
+        if op.attributes.get("bits") is not None:
+            return "C++ kernels read and write whole bytes"
     outputs = set(outputs_of(function))
     for argument, spec in zip(block.arguments, specs, strict=True):
         if argument in outputs and any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True)):

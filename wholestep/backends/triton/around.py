@@ -1,7 +1,7 @@
 """Loops around an anchor (`transforms/around.py`) as Triton functions that a kernel calls on its loads and its stores.
 
-`before(value, known)` makes what a kernel reads; `after(value, seen, known)` gives what it sums over what it stores,
-and `ends` turns the sums into results. Numbers per channel are read once (`..._once`), and a chain of sums and products
+`before(value, known)` makes what a kernel reads; `after(value, seen, known)` gives what it sums over what it makes, and
+at the end what it stores where that is not the value itself; `ends` turns the sums into results. Numbers per channel are read once (`..._once`), and a chain of sums and products
 with them is one multiply-add per element.
 """
 
@@ -25,6 +25,8 @@ class Hook:
     vectors: tuple[int, ...]
     beside: tuple[int, ...] = ()
     sums: int = 0
+    #: whether they make what is stored
+    stores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Writer:
         """value: the argument that the kernel hands over itself."""
         block = self.kernel.regions[0].block
         sums = [op for op in block if op.definition is Reduce]
-        wanted = [op.operands[0] for op in sums or block if op.definition in (Reduce, Store)]
+        images = [op for op in block if is_image(op)]
+        wanted = [op.operands[0] for op in (*sums, *images)]
         needed = makers(wanted)
         for op in block:
             if op not in needed:
@@ -74,7 +77,7 @@ class Writer:
         source = function(f"{self.name}_once", "pointers, channel", self.once, f"({exported})")
         source += function(self.name, "value, seen, known" if sums else "value, known", self.each, answer)
         text = helper_text(sorted(self.helpers)) + source
-        return Hook(text, tuple(self.vectors), tuple(self.beside), len(sums))
+        return Hook(text, tuple(self.vectors), tuple(self.beside), len(sums), bool(sums and images))
 
     def load(self, op: Op, value: Value, number: int) -> None:
         argument, result = op.operands[0], op.results[0]
@@ -162,6 +165,11 @@ class Writer:
         return Number(name, number.type)
 
 
+def is_image(op: Op) -> bool:
+    """Whether an op writes a number of every element."""
+    return op.definition is Store and op.operands[1].type.rank > 1
+
+
 def makers(values: Sequence[Value]) -> set[Op]:
     """The ops that make some numbers; what a sum is made of is left out."""
     found: set[Op] = set()
@@ -194,7 +202,7 @@ def ends(kernel: Op, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """A kernel that adds up partial sums and computes the results from them: its source, and which arguments it reads
     and writes. It is called with the partial sums, then those."""
     block = kernel.regions[0].block
-    stores = [op for op in block if op.definition is Store]
+    stores = [op for op in block if op.definition is Store and not is_image(op)]
     sums = [op.results[0] for op in block if op.definition is Reduce]
     needed = makers([op.operands[0] for op in stores])
     reads: list[int] = []

@@ -91,7 +91,8 @@ class Tensors(Walk):
     @property
     def wide(self) -> bool:
         """Whether 32 bits are too few for an offset."""
-        return max(spec.bytes // spec.dtype.itemsize for spec in self.specs) >= 2**31 - 2**20
+        sizes = [spec.bytes // spec.dtype.itemsize for spec in self.specs]
+        return max(*sizes, *(8 * sizes[n] for n in self.in_bits), 0) >= 2**31 - 2**20
 
 
 class Contraction:

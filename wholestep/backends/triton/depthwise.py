@@ -23,7 +23,7 @@ from ...errors import InputError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: what kernels are told that do nothing else on their loads, or on their stores
 NOTHING_BEFORE: dict[str, Any] = {"BEFORE_ONCE": None, "BEFORE": None}
-NOTHING_AFTER: dict[str, Any] = {"AFTER_ONCE": None, "AFTER": None, "SUMS": 0, "BESIDE": 0}
+NOTHING_AFTER: dict[str, Any] = {"AFTER_ONCE": None, "AFTER": None, "SUMS": 0, "BESIDE": 0, "STORES": False}
 #: threads that keep a large GPU busy; `configs` shortens the walks until there are so many
 BUSY = 200_000
 #: threads below which multiprocessors have so few warps each that some finish long before others
@@ -151,8 +151,10 @@ def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr
 
 @triton.jit
 def count(totals, value, beside, offset, mask, first, u: tl.constexpr, STRIPS: tl.constexpr, COLUMNS: tl.constexpr,
-          WIDTH: tl.constexpr, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
-    """Adds what AFTER makes of a value, and of the images `beside` it at the same place, to a lane's sums.
+          WIDTH: tl.constexpr, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr,
+          STORES: tl.constexpr):  # fmt: skip
+    """Adds what AFTER makes of a value, and of the images `beside` it at the same place, to a lane's sums; gives these
+    and what is stored, which is the value itself or (STORES) what AFTER makes of it as well.
 
     The value is the one before it is rounded to be stored, as in generated kernels: to widen it again takes longer.
     Only columns outside of the image are left out here: `whole_rows` leaves out rows, and spare lanes write no sums."""
@@ -166,7 +168,9 @@ def count(totals, value, beside, offset, mask, first, u: tl.constexpr, STRIPS: t
         if STRIPS * COLUMNS > WIDTH:
             one = tl.where(inside(True, first, u, 0, (STRIPS - 1) * COLUMNS, WIDTH), one, 0.0)
         more = more + (totals[k] + one,)
-    return more
+    if STORES:
+        value = found[SUMS]
+    return more, value
 
 
 @triton.jit
@@ -219,7 +223,7 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
                    STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
                    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr,
                    BEFORE_ONCE: tl.constexpr, BEFORE: tl.constexpr, AFTER_ONCE: tl.constexpr, AFTER: tl.constexpr,
-                   SUMS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
+                   SUMS: tl.constexpr, BESIDE: tl.constexpr, STORES: tl.constexpr, PIXEL: tl.constexpr):  # fmt: skip
     """Row t of the walk adds to outputs t, t - 1, ... t - OPEN + 1; the last of them is then complete."""
     STRIPS: tl.constexpr = ceil_div(OW, COLUMNS)
     OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
@@ -229,7 +233,7 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
     first = strip * STEP - PAD_W
     image = x + n.to(tl.int64) * (H * W * C) + (first * C + channel)
     place_out = n.to(tl.int64) * (OH * OW * C) + (strip * (COLUMNS * C) + channel)
-    result = y + place_out
+    result = y + n.to(tl.int64) * (OH * OW * PIXEL) + (strip * (COLUMNS * PIXEL) + channel)
     others = shifted(beside, place_out, BESIDE)
     begin = tl.program_id(1) * ROWS
     end = tl.minimum(begin + ROWS, OH)
@@ -274,10 +278,10 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
                 elif not padding_only(u, STRIPS, OW):
                     mask = inside(active & (o >= begin) & (o < end), strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, OW)
                     offset = o * (OW * C) + u * C
-                    tl.store(result + offset, value.to(y.dtype.element_ty), mask=mask)
                     if AFTER is not None:
-                        totals = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS, OW,
-                                       known_after, AFTER, SUMS, BESIDE)  # fmt: skip
+                        totals, value = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS,
+                                              OW, known_after, AFTER, SUMS, BESIDE, STORES)  # fmt: skip
+                    tl.store(result + (o * (OW * PIXEL) + u * PIXEL), value.to(y.dtype.element_ty), mask=mask)
         totals = whole_rows((o >= begin) & (o < end), totals, totals_before, SUMS)
         opened = still
     if AFTER is not None:
@@ -290,7 +294,7 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
                       STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr,
                       ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
                       PREFETCH: tl.constexpr, AFTER_ONCE: tl.constexpr, AFTER: tl.constexpr, SUMS: tl.constexpr,
-                      BESIDE: tl.constexpr):  # fmt: skip
+                      BESIDE: tl.constexpr, STORES: tl.constexpr, PIXEL: tl.constexpr):  # fmt: skip
     """Row t of dy adds to rows t * STRIDE_H - PAD_H + i of dx, i < KH; the first STRIDE_H of them are then complete.
     COLUMNS is a multiple of STRIDE_W, so which taps meet a column of the strip is known at compile time."""
     STRIPS: tl.constexpr = ceil_div(W, COLUMNS)
@@ -303,7 +307,7 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
     first = strip * STEP + FIRST
     image = dy + n.to(tl.int64) * (OH * OW * C) + (first * C + channel)
     place_out = n.to(tl.int64) * (H * W * C) + (strip * (COLUMNS * C) + channel)
-    result = dx + place_out
+    result = dx + n.to(tl.int64) * (H * W * PIXEL) + (strip * (COLUMNS * PIXEL) + channel)
     others = shifted(beside, place_out, BESIDE)
     begin = tl.program_id(1) * ROWS
     end = tl.minimum(begin + ROWS, H)
@@ -347,10 +351,10 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
                     there = active & (r >= begin) & (r < end)
                     mask = inside(there, strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, W)
                     offset = r * (W * C) + u * C
-                    tl.store(result + offset, value.to(dx.dtype.element_ty), mask=mask)
                     if AFTER is not None:
-                        totals = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS, W,
-                                       known_after, AFTER, SUMS, BESIDE)  # fmt: skip
+                        totals, value = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS,
+                                              W, known_after, AFTER, SUMS, BESIDE, STORES)  # fmt: skip
+                    tl.store(result + (r * (W * PIXEL) + u * PIXEL), value.to(dx.dtype.element_ty), mask=mask)
             if i < STRIDE_H:
                 totals = whole_rows((r >= begin) & (r < end), totals, totals_before, SUMS)
         opened = still
@@ -577,7 +581,7 @@ def forward(
     config: Config,
 ) -> None:
     """y = the convolution of x."""
-    constants = geometry(x, w, y, stride, padding, config) | NOTHING_BEFORE | NOTHING_AFTER
+    constants = geometry(x, w, y, stride, padding, config) | NOTHING_BEFORE | NOTHING_AFTER | {"PIXEL": x.shape[1]}
     strips = strips_of(y.shape[3], config.columns)
     launch(
         forward_kernel, strips, x.shape[0], y.shape[2], x.shape[1], config,
@@ -595,7 +599,7 @@ def input_grad(
     config: Config,
 ) -> None:
     """dx = the gradient with respect to the input."""
-    constants = geometry(dx, w, dy, stride, padding, config) | NOTHING_AFTER
+    constants = geometry(dx, w, dy, stride, padding, config) | NOTHING_AFTER | {"PIXEL": dx.shape[1]}
     if config.columns % pair(stride)[1]:
         raise InputError(f"depthwise convolution: {config} needs columns that are a multiple of the stride {stride}")
     strips = strips_of(dx.shape[3], config.columns)

@@ -542,13 +542,17 @@ def power_of_two(n: int) -> int:
 
 def unsupported(specs: Iterable[Spec], function: Op) -> str:
     """A reason if a tensor is of a type that is not generated."""
-    for argument, spec in zip(function.regions[0].block.arguments, specs, strict=True):
+    return unsupported_among(specs, function.regions[0].block.arguments)
+
+
+def unsupported_among(specs: Iterable[Spec], tensors: Iterable[Value]) -> str:
+    for tensor, spec in zip(tensors, specs, strict=True):
         try:
-            number_type(argument.type.element)
+            number_type(tensor.type.element)
         except NoText:
-            return f"tensors of type {argument.type.element} are not generated"
-        if str(argument.type.element).startswith("f8"):
-            return f"tensors of type {argument.type.element} are not generated"
+            return f"tensors of type {tensor.type.element} are not generated"
+        if str(tensor.type.element).startswith("f8"):
+            return f"tensors of type {tensor.type.element} are not generated"
         if any(s < 0 for s in spec.strides):
             return "a tensor has a negative stride"
     return ""

@@ -18,6 +18,7 @@ from ...ir.core import Op, Value
 from ...ir.types import I32, I64
 from .scalars import (
     NEAR_0,
+    NoText,
     Number,
     accumulator_type,
     apply,
@@ -348,6 +349,9 @@ class Text:
             parts.append(str(form.constant))
         return " + ".join(parts).replace("+ -", "- ")
 
+    def pointer(self, access: Access) -> str:
+        return f"p{access.argument}"
+
     def offset(self, access: Access) -> str:
         text = self.form_text(access.offset)
         for value, stride in access.numbers:
@@ -375,7 +379,12 @@ class Text:
         axes = self.op_axes(op)
         guards = self.guards(access)
         mask = self.mask(self.tiled(axes), guards)
-        text = f"tl.load(p{access.argument} + ({self.offset(access)})"
+        if access.bits:
+            at = self.once(self.offset(access))
+            byte = f"tl.load({self.pointer(access)} + ({at} >> 3){f', mask={mask}, other=0' if mask else ''})"
+            self.bind(op.results[0], Number(f"(({byte}.to(tl.int32) >> ({at} & 7).to(tl.int32)) & 1) != 0", "tl.int1"))
+            return
+        text = f"tl.load({self.pointer(access)} + ({self.offset(access)})"
         text += f", mask={mask}, other=0)" if mask else ")"
         element = op.operands[0].type.element
         type = number_type(element)
@@ -396,9 +405,42 @@ class Text:
         once = []
         for a in self.tiled(axes):
             once += [f"({self.index(d)} == 0)" for d in a.dims if not set(d.parts) & dims and d.size > 1]
+        if access.bits:
+            self.store_bits(access, value, self.tiled(axes), [*once, *self.guards(access)])
+            return
         mask = self.mask(self.tiled(axes), [*once, *self.guards(access)])
         tail = f", mask={mask})" if mask else ")"
-        self.line(f"tl.store(p{access.argument} + ({self.offset(access)}), {value.text}{tail}")
+        self.line(f"tl.store({self.pointer(access)} + ({self.offset(access)}), {value.text}{tail}")
+
+    def store_bits(self, access: Access, value: Number, axes: Sequence[Axis], more: Sequence[str]) -> None:
+        """Eight neighbours of a tile as one byte. more: what its mask says beside the ends of axes."""
+        own = self.aligned(access.offset, axes, 8)
+        if own is None or access.guards:
+            raise NoText("bits of one byte are no neighbours in the tile")
+        n, first = self.fresh("b"), f"{own.name}e"  # every eighth point has a byte
+        self.line(
+            f"{first} = ({self.starts[own.name]} + tl.arange(0, {own.block // 8}) * 8){self.expand(own)}{self.widened}"
+        )
+        self.indices(own, first, "e")
+        at = self.form_text(access.offset)
+        for dim in own.dims:
+            at = re.sub(rf"\b{self.index(dim)}\b", f"{self.index(dim)}e", at)
+        sizes, place = [a.block for a in self.tile], own.position or 0
+        sizes[place : place + 1] = [own.block // 8, 8]
+        ones = f"tl.broadcast_to({value.to('tl.int1')}, {self.shape(axes)}).to(tl.int32)"
+        self.line(f"{n} = {ones} << (tl.arange(0, {own.block}) % 8){self.expand(own)}")
+        self.line(f"{n} = tl.sum(tl.reshape({n}, ({', '.join(map(str, sizes))})), {place + 1}).to(tl.uint8)")
+        ends = [f"({first} < {own.size})"] if own.name in self.masks else []
+        mask = self.mask([a for a in axes if a is not own], [*ends, *more])
+        self.line(f"tl.store({self.pointer(access)} + (({at}) >> 3), {n}{f', mask={mask}' if mask else ''})")
+
+    def aligned(self, form: Form, axes: Sequence[Axis], count: int) -> Axis | None:
+        """The axis along which so many neighbours in the tile are neighbours by a form, from a multiple of that on."""
+        fast = next((a for a in axes if a.dims and form.terms[a.dims[-1].parts[-1]] == 1), None)
+        if fast is None or fast.turns > 1 or fast.block % count or fast.dims[-1].size % count or form.constant % count:
+            return None
+        others = [d for a in self.axes for d in (*a.dims, *a.along) if d is not fast.dims[-1]]
+        return fast if all(form.terms[d.parts[-1]] % count == 0 for d in others) else None
 
     def random(self, op: Op) -> None:
         seed, counter, micro_batch, element, stream = (self.names[v] for v in op.operands)

@@ -15,6 +15,7 @@ from ...dialects.loop import Apply, Constant, Index, Load, Reduce, Space, Store,
 from ...ir.core import Op, Value
 from ...ir.types import I64
 from ..kernels import Spec
+from .scalars import NoText
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,15 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where a load or store goes: an offset in elements, computed numbers with their strides, and what to check."""
+    """Where a load or store goes: an offset in elements, computed numbers with their strides, and what to check. With
+    `bits` the offset counts bits of bytes."""
 
     argument: int
     offset: Form
     numbers: tuple[tuple[Value, int], ...]
     guards: tuple[Guard, ...]
     itemsize: int
+    bits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +141,27 @@ class Walk:
         rows = [Form(tuple(row[:-1]), row[-1]) for row in op.attributes["map"]]
         terms = [0] * len(self.sizes)
         constant = 0
-        for row, stride in zip(rows, spec.strides, strict=True):
+        bits = op.attributes.get("bits")
+        shape, strides = spec.shape, spec.strides
+        if bits is not None:
+            if strides[bits] != 1:
+                raise NoText("bits of one byte are no neighbours in memory")
+            shape = tuple(n * 8 if d == bits else n for d, n in enumerate(shape))
+            strides = tuple(1 if d == bits else s * 8 for d, s in enumerate(strides))
+        for row, stride in zip(rows, strides, strict=True):
             constant += row.constant * stride
             for d, c in enumerate(row.terms):
                 terms[d] += c * stride
         computed = dict(zip(op.attributes["dynamic"], indices, strict=True))
         guards = []
         if op.definition is Store or op.attributes.get("guarded"):
-            for dim, (row, size) in enumerate(zip(rows, spec.shape, strict=True)):
+            for dim, (row, size) in enumerate(zip(rows, shape, strict=True)):
                 low, high = row.range(self.sizes)
                 if low < 0 or high >= size or (dim in computed and op.definition is Load):
                     guards.append(Guard(row, computed.get(dim), size))
-        numbers = tuple((v, spec.strides[dim]) for dim, v in computed.items())
+        numbers = tuple((v, strides[dim]) for dim, v in computed.items())
         offset = Form(tuple(c if n > 1 else 0 for c, n in zip(terms, self.sizes, strict=True)), constant)
-        return Access(argument, offset, numbers, tuple(guards), spec.dtype.itemsize)
+        return Access(argument, offset, numbers, tuple(guards), spec.dtype.itemsize, bits is not None)
 
     def bytes(self, access: Access) -> int:
         """How many bytes an access touches, where every element is touched once."""
@@ -233,7 +243,13 @@ class Walk:
         """Whether 32 bits are too few for an offset."""
         limit = 2**31 - 2**20
         reach = [sum((n - 1) * abs(s) for n, s in zip(x.shape, x.strides, strict=True)) for x in self.specs]
+        reach += [8 * reach[n] for n in self.in_bits]
         return max(reach, default=0) >= limit or math.prod(self.sizes) >= limit
+
+    @property
+    def in_bits(self) -> list[int]:
+        """The arguments whose offsets count bits."""
+        return [a.argument for a in self.accesses.values() if a.bits]
 
 
 def fast_dim(access: Access, dims: Sequence[Dim]) -> Dim | None:

@@ -79,7 +79,7 @@ def by_rows(function: Op, specs: Sequence[Spec], together: int = 1) -> Rows | No
     """The kernel over rows of windows, `together` of which share a run; None where it is no such kernel."""
     walk = Walk(function, specs)
     run = next((r for op in walk.ops if (r := run_of(walk, op)) is not None and fits(walk, r)), None)
-    if run is None or (together > 1 and not shares(walk, run, together)):
+    if run is None or walk.in_bits or (together > 1 and not shares(walk, run, together)):
         return None
     laid = layout(walk, run, together)
     return None if laid is None else rewritten(walk, run, laid)

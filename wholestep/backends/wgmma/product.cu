@@ -3,7 +3,9 @@
 // A block of three warpgroups stays for many tiles. One thread of the third fetches factors ahead into a ring of stages;
 // the other two take turns: while one multiplies, the other computes what follows from its tile of sums, stores it and
 // adds up its columns. A tile is 128 rows by 128 columns, or 64 where windows (below) have no more; where the result is
-// read at two places at once (PARTS == 2) it is 64 columns of each. Results pass through shared memory, 64 columns at a time, in the places of what was read
+// read at two places at once (PARTS == 2) it is 64 columns of each, unless these are neighbouring stretches of TURN
+// columns, as where halves of a head are turned by rotary positions. Results pass through shared memory, 64 columns at a
+// time, in the places of what was read
 // beside the product or in places of their own.
 //
 // The first factor may be the windows of an image (WINDOW): row by row of the result, tap by tap, 64 channels at a time.
@@ -12,10 +14,11 @@
 //
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
-// What follows is generated: `around` for an element, `vectors` for what lies along columns, `ending` for finished sums,
-// `aside` for those of a factor.
-// Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors, NSUM sums over rows,
-// ALONG_A, ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, RAGGED (whether
+// What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
+// rows, `ending` for finished sums over rows, `crossing` for those over columns, `aside` for those of a factor.
+// Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
+// rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A,
+// ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, TURN, RAGGED (whether
 // tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), ASIDE (0, or which factor is summed up: 1, 2),
 // STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
 // (the type of factors).
@@ -41,8 +44,8 @@ struct Window { int channels, taps_x, p, q, stride_y, stride_x, padding_y, paddi
 
 struct Args {
     Map a, b, in[NIN + 1], out[NOUT + 1];
-    const void* vec[NVEC + 1];
-    float* part[NSUM + 1];  // the last: sums of a factor
+    const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
+    float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
     int m, n, k, group, begin[2];
 #if WINDOW
@@ -130,6 +133,20 @@ __device__ __forceinline__ float tanh_beside_one(float x) {
 __device__ __forceinline__ float larger(float a, float b) { return a != a || a > b ? a : b; }
 __device__ __forceinline__ float smaller(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float relu_(float x) { return x <= 0.0f ? 0.0f : x; }
+
+// what is looked up is read where it is needed: a compiler that may would hold more of it than registers do
+__device__ __forceinline__ float looked_up_f32(const void* from, u32 at) {
+    float r;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"((const float*)from + at));
+    return r;
+}
+__device__ __forceinline__ u32 looked_up_16(const void* from, u32 at) {
+    u16 r;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"((const u16*)from + at));
+    return r;
+}
+__device__ __forceinline__ float looked_up_bf16(const void* from, u32 at) { return bf16_low(looked_up_16(from, at)); }
+__device__ __forceinline__ float looked_up_f16(const void* from, u32 at) { return f16_low(looked_up_16(from, at)); }
 
 // ---- what follows the product ---------------------------------------------------------------------------------------
 
@@ -308,15 +325,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     wait(full + 8 * stage, phase);
                     const u32 from = (ASIDE == 1 ? stages_a : stages_b) + stage * STAGE + (warp - 1) * (STAGE / 2);
                     if (turn == 0)
-#pragma unroll 4
-                        for (int r = lane / 8; r < BK; r += 4) {
-                            u32 p[4];
-                            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                         : "=r"(p[0]), "=r"(p[1]), "=r"(p[2]), "=r"(p[3])
-                                         : "r"(from + r * 128 + ((lane % 8 ^ (r & 7)) << 4))
-                                         : "memory");
+#pragma unroll 2
+                        for (int r = lane / 8; r < BK; r += 8) {  // two rows at once: one is added up while the other comes
+                            u32 p[8];
 #pragma unroll
-                            for (int i = 0; i < 4; ++i) s[2 * i] += FACTOR_LOW(p[i]), s[2 * i + 1] += FACTOR_HIGH(p[i]);
+                            for (int i = 0; i < 8; i += 4)
+                                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                             : "=r"(p[i]), "=r"(p[i + 1]), "=r"(p[i + 2]), "=r"(p[i + 3])
+                                             : "r"(from + (r + i) * 128 + ((lane % 8 ^ (r + i & 7)) << 4)));
+#pragma unroll
+                            for (int i = 0; i < 8; ++i) s[2 * (i & 3)] += FACTOR_LOW(p[i]), s[2 * (i & 3) + 1] += FACTOR_HIGH(p[i]);
                         }
                     __syncwarp();
                     if (lane == 0) arrive(empty + 8 * stage);
@@ -357,6 +375,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             int row, column;
             places.of(tile, row, column);
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
+            float high[NROW + 1][4];
+            heights(args, row * BM + warp * 16 + lane / 4, high);
             sync(1 + group, 256);
             for (int k = 0; k < steps; ++k) {
                 wait(full + 8 * stage, phase);
@@ -380,6 +400,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             settle(total[0]), settle(total[1]);
             if (lane == 0) arrive(empty + 8 * last);
+            float across[NACROSS + 1][4];
+#pragma unroll
+            for (int i = 0; i < 4 * NACROSS; ++i) across[i / 4][i % 4] = 0;
 #pragma unroll
             for (int c = 0; c < PIECES; ++c) {
                 const int x = column * WIDTH + c * 64;
@@ -412,13 +435,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                             float sum[2][NSUM + 1], made[2][NOUT + 1];
 #pragma unroll
                             for (int e = 0; e < 2; ++e) {
-                                float v[PARTS], read[NIN + 1], b[NVEC + 1];
+                                float v[TURN ? 2 : PARTS], read[NIN + 1], b[NVEC + 1], r[NROW + 1], over[NACROSS + 1];
+                                const int at = x + (j + (q >> 1)) * 8 + lane % 4 * 2 + e;
+                                const int up = row * BM + h * 64 + warp * 16 + (q & 1) * 8 + lane / 4, eight = c * 8 + j + (q >> 1);
 #pragma unroll
-                                for (int p = 0; p < PARTS; ++p) v[p] = total[h][((c + p) * 8 + j + (q >> 1)) * 4 + (q & 1) * 2 + e];
+                                for (int p = 0; p < (TURN ? 2 : PARTS); ++p)
+                                    v[p] = total[h][(TURN ? (eight & ~(TURN / 8)) + p * (TURN / 8) : eight + p * 8) * 4 + (q & 1) * 2 + e];
                                 unpack(in, q, e, read);
 #pragma unroll
                                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][(q >> 1) * 2 + e];
-                                around(v, read, b, made[e], sum[e]);
+#pragma unroll
+                                for (int i = 0; i < NROW; ++i) r[i] = high[i][h * 2 + (q & 1)];
+                                around(args, v, read, b, r, up, at, TURN && eight & TURN / 8, made[e], sum[e], over);
+#pragma unroll
+                                for (int i = 0; i < NACROSS; ++i) across[i][h * 2 + (q & 1)] += RAGGED && at >= args.n ? 0.0f : over[i];
                             }
                             pack(made[0], made[1], out, q);
 #pragma unroll
@@ -474,14 +504,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     }
                 }
             }
+#pragma unroll
+            for (int i = 0; i < NACROSS; ++i)
+#pragma unroll
+                for (int t = 0; t < 4; ++t) {
+                    float s = across[i][t];
+                    s += __shfl_xor_sync(0xFFFFFFFF, s, 1);
+                    s += __shfl_xor_sync(0xFFFFFFFF, s, 2);
+                    const int y = row * BM + (t >> 1) * 64 + warp * 16 + (t & 1) * 8 + lane / 4;
+                    if (lane % 4 == 0 && (!RAGGED || y < args.m)) args.across[i][(u64)column * args.m + y] = s;
+                }
         }
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 }
 
-// ---- sums over rows -------------------------------------------------------------------------------------------------
+// ---- sums over rows and columns -------------------------------------------------------------------------------------------------
 
-// one sum over rows of partial sums, for 32 of `length`; whole in the threads of the first warp
+// one sum over partial sums, for 32 of `length`; whole in the threads of the first warp
 __device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[8][33]) {
     const int x = threadIdx.x % 32, y = threadIdx.x / 32, at = blockIdx.x * 32 + x;
     float s = 0;
@@ -501,6 +541,16 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
 #pragma unroll
     for (int i = 0; i < NSUM; ++i) s[i] = added_up(args.part[i], (args.m + BM - 1) / BM, args.n, held[i]);
     if (threadIdx.x < 32 && at < args.n) ending(args, at, s);
+}
+
+extern "C" __global__ void __launch_bounds__(256) finish_across(const __grid_constant__ Args args) {
+    __shared__ float held[NACROSS + 1][8][33];
+    const Places places(args);
+    const int at = blockIdx.x * 32 + threadIdx.x % 32;
+    float s[NACROSS + 1];
+#pragma unroll
+    for (int i = 0; i < NACROSS; ++i) s[i] = added_up(args.across[i], places.columns, args.m, held[i]);
+    if (threadIdx.x < 32 && at < args.m) crossing(args, at, s);
 }
 
 extern "C" __global__ void __launch_bounds__(256) finish_aside(const __grid_constant__ Args args) {

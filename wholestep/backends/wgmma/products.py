@@ -1,8 +1,8 @@
 """A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
 
-Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along
-columns and single numbers may be of any float type. Sums over all rows leave one partial sum per tile, which a second
-kernel adds up in a fixed order. A factor that lies along the result may be summed up as well while it is there.
+Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one
+of them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile, which
+a second kernel adds up in a fixed order. A factor that lies along the result may be summed up while it is there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ FEWEST, ENOUGH = 3, 6
 MOST = 4
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 SOURCE = Path(__file__).with_name("product.cu")
+#: columns of a stretch that is turned with its neighbour: half a head
+TURNS = (32, 64)
+#: numbers below this one are exact in f32
+EXACT = 1 << 24
 #: bytes that rows begin at multiples of
 ALIGNMENT = 16
 
@@ -54,7 +58,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """What lies along columns, or is one number."""
+    """What lies along columns or rows, or is one number."""
 
     argument: int
     begin: int
@@ -95,10 +99,12 @@ class Product:
         self.walk = self.product.walk
         self.check()
         self.vectors: list[Vector] = []
+        self.heights: list[Vector] = []
+        self.tables: list[Vector] = []
         self.reads: list[Matrix] = []
         self.read_types: list[str] = []
         self.lines: list[str] = []
-        self.endings: list[str] = []
+        self.endings: dict[str, list[str]] = {"n": [], "m": []}
         self.numbers: dict[Value, Number] = {}
         self.write()
 
@@ -106,7 +112,8 @@ class Product:
 
     def check(self) -> None:
         p = self.product
-        if p.groups["z"] or any(len(p.dims[name]) != 1 for name in "mnk"):
+        self.turn = self.stretch()
+        if p.groups["z"] or len(p.dims["k"]) != 1 or (len(p.dims["n"]) != 1 and not self.turn):
             raise NoText("its factors are no matrices as they lie")
         if p.early or p.rows is not None or not all(map(p.plain, p.factors)):
             raise NoText("a factor is computed on the way")
@@ -117,22 +124,32 @@ class Product:
         if not p.stores:
             raise NoText("it writes nothing of its result")
         for own in p.sums:
-            if own.kept != ("n",) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
-                raise NoText("it has other sums than those over all rows")
+            if own.kept not in (("n",), ("m",)) or own.columns != 1 or not p.adds(own.op) or p.parts > 1:
+                raise NoText("it has other sums than those over all rows or all columns")
         self.m, self.n, self.k = (p.size[name] for name in "mnk")
+        self.n *= 2 if self.turn else 1
         self.a, self.along_a = self.factor(0, "m")
         self.b, self.along_b = self.factor(1, "n")
         apart = 1 if self.along_b else self.b.stride
         if any(x % apart for x in p.apart):
             raise NoText("the places that its result is read at do not begin with a column")
         self.begins = [x // apart for x in p.apart]
+        if self.turn and (self.begins != [0, self.turn] or self.m % ROWS or self.n % COLUMNS):
+            raise NoText("the halves that it turns are no stretches of whole tiles")
+        self.begins = self.begins[: self.parts]
         self.aside = self.summed_factor()
         if self.parts > 1:  # both are columns of one tensor
             self.b = Matrix(self.b.argument, self.b.begin, self.b.stride, *self.whole_b())
 
+    def stretch(self) -> int:
+        """The columns of a stretch, where the result is read at two that are neighbours; 0 where it is not."""
+        columns = self.product.dims["n"]
+        return columns[1].size if self.product.parts == 2 and len(columns) == 2 and columns[1].size in TURNS else 0
+
     @property
     def parts(self) -> int:
-        return self.product.parts
+        """The columns of a tile come from so many places."""
+        return 1 if self.turn else self.product.parts
 
     def whole_b(self) -> tuple[int, int]:
         wide = self.begins[-1] + self.n
@@ -144,13 +161,32 @@ class Product:
         if not found:
             return 0
         (number,) = found if len(self.product.beside) == 1 else (None,)
-        if number is None or self.parts > 1 or not (self.along_a, self.along_b)[number]:
+        if number is None or self.product.parts > 1 or not (self.along_a, self.along_b)[number]:
             raise NoText("several sums stand beside the product, or one of a factor that lies along what is summed")
         return number + 1
 
     def step(self, access: Access, name: str) -> int:
         """Elements from one point of an axis to the next."""
-        return access.offset.terms[self.product.dims[name][0].parts[-1]]
+        *outer, last = self.product.dims[name]
+        step = access.offset.terms[last.parts[-1]]
+        size = last.size * (2 if self.turn and name == "n" else 1)
+        for dim in reversed(outer):
+            if access.offset.terms[dim.parts[-1]] != size * step:
+                raise NoText("rows or columns of a tensor do not lie at equal distances")
+            size *= dim.size
+        return step
+
+    def place(self, access: Access) -> str:
+        """Where a tensor is looked up at a row and column, in elements."""
+        found = [str(access.offset.constant)]
+        for name, at in (("m", "up"), ("n", "at")):
+            inner = 1
+            for dim in reversed(self.product.dims[name]):
+                step = access.offset.terms[dim.parts[-1]]
+                if step:
+                    found.append(f"(u32){at} / {inner}u % {dim.size}u * {step}")
+                inner *= dim.size * (2 if self.turn and name == "n" and inner == 1 else 1)
+        return " + ".join(found)
 
     def factor(self, number: int, side: str) -> tuple[Matrix, bool]:
         """A factor as a matrix, and whether it lies along rows or columns of the result."""
@@ -160,7 +196,7 @@ class Product:
         if access.guards or access.numbers:
             raise NoText("a factor is looked up, or ends before its tile")
         own, summed = self.step(access, side), self.step(access, "k")
-        size = self.product.size[side]
+        size = self.n if side == "n" else self.m
         if summed == 1:
             return self.aligned(Matrix(access.argument, access.offset.constant, own, size, self.k)), False
         if own == 1:
@@ -186,32 +222,54 @@ class Product:
 
     def write(self) -> None:
         p = self.product
-        for number, dot in enumerate(p.dots):
-            self.numbers[dot.results[0]] = Number(f"v[{number}]")
-        sums = [s.op for s in p.sums]
-        self.writes = [self.beside(self.walk.accesses[op]) for op in p.stores]
-        for op in self.behind([*p.stores, *sums], p.dots):
-            self.define(op, self.lines)
-        self.lines += [f"y[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(p.stores)]
-        self.lines += [f"s[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(sums)]
+        made = {op.results[0]: Number(f"v[{number}]") for number, op in enumerate(p.dots)}
+        sums = {side: [s.op for s in p.sums if s.kept == (side,)] for side in "nm"}
+        self.sums, self.crossed = len(sums["n"]), len(sums["m"])
+        stores = self.pairs()
+        self.writes = [self.beside(self.walk.accesses[both[0]]) for both in stores]
+        for part in range(2 if self.turn else 1):  # what only one of two stretches needs is not computed for the other
+            given = {"y": [both[part] for both in stores], "s": sums["n"], "a": sums["m"]}
+            self.numbers = dict(made)
+            if self.turn:
+                self.lines.append("} else {" if part else "if (!upper) {")
+            for op in self.behind([op for ops in given.values() for op in ops], p.dots):
+                self.define(op, self.lines)
+            for name, ops in given.items():
+                self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(ops)]
+        self.lines += ["}"] if self.turn else []
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
-        beside = len(self.vectors)
+        beside = (self.vectors, self.heights, self.tables)
+        most = max(len(self.reads), len(self.writes), self.sums, self.crossed, *map(len, beside))
         self.ends: list[Vector] = []
-        self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
-        for op in self.behind(p.after, sums):
-            self.define(op, self.endings, ending=True)
-        for op in p.after:
-            self.end(op, "n", self.endings)
+        for side, lines in self.endings.items():
+            after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]
+            self.finish(after, sums[side], side, lines)
         self.asides: list[str] = []
-        self.numbers = {op.results[0]: Number("s[0]") for op in p.beside}
-        for op in self.behind(p.aside, p.beside):
-            self.define(op, self.asides, ending=True)
-        for op in p.aside:
-            self.end(op, "mn"[self.aside - 1], self.asides)
-        if max(len(self.reads), len(self.writes), len(sums), beside) > MOST:
+        self.finish(p.aside, p.beside, "mn"[self.aside - 1], self.asides)
+        if most > MOST:
             raise NoText("it has more tensors beside the product than fit")
         if self.shape() is None:
             raise NoText("what is read and written beside the product leaves no room for its factors")
+
+    def pairs(self) -> list[tuple[Op, ...]]:
+        """The stores of each result: one, or those of both stretches."""
+        stores = self.product.stores
+        if not self.turn:
+            return [(op,) for op in stores]
+        place = {op: (a.argument, a.offset.constant) for op in stores for a in (self.walk.accesses[op],)}
+        lower = [op for op in stores if (place[op][0], place[op][1] - self.turn) not in place.values()]
+        found = [(op, *(o for o in stores if place[o] == (place[op][0], place[op][1] + self.turn))) for op in lower]
+        if len(stores) != 2 * len(lower) or any(len(both) != 2 for both in found):
+            raise NoText("it stores one of the stretches alone")
+        return found
+
+    def finish(self, stores: Sequence[Op], sums: Sequence[Op], side: str, lines: list[str]) -> None:
+        """What is made of finished sums that lie along rows or columns."""
+        self.numbers = {op.results[0]: Number(f"s[{i}]") for i, op in enumerate(sums)}
+        for op in self.behind(stores, sums):
+            self.define(op, lines, ending=side)
+        for op in stores:
+            self.end(op, side, lines)
 
     def end(self, op: Op, side: str, lines: list[str]) -> None:
         """Writes what is made of finished sums to a vector along rows or columns."""
@@ -236,13 +294,17 @@ class Product:
                 todo += [v.op for v in op.operands]
         return [op for op in self.walk.ops if op in found]
 
-    def define(self, op: Op, lines: list[str], ending: bool = False) -> None:
+    def define(self, op: Op, lines: list[str], ending: str = "") -> None:
+        """Writes an op. ending: the side that finished sums lie along, where it is made of them."""
         if op.definition is Constant:
             value = float(op.attributes["value"])
             self.numbers[op.results[0]] = Number(literal(value), value=value)
             return
         if op.definition is Load:
             self.numbers[op.results[0]] = self.load(op, ending)
+            return
+        if op.results[0] in self.walk.forms:
+            self.numbers[op.results[0]] = Number(self.counted(op.results[0], ending))
             return
         if op.definition is not Apply:
             raise NoText(f"{op.name} is not computed around this product")
@@ -254,13 +316,32 @@ class Product:
             made = Number(name, made.truth)
         self.numbers[op.results[0]] = made
 
-    def load(self, op: Op, ending: bool) -> Number:
+    def counted(self, value: Value, ending: str) -> str:
+        """The number of a column, as f32 has it."""
+        form, (columns,) = self.walk.forms[value], self.product.dims["n"]
+        if ending == "m" or not form.dims <= frozenset(columns.parts[-1:]) or self.n >= EXACT:
+            raise NoText("it counts along something else than columns")
+        return f"(float)(at * {form.terms[columns.parts[-1]]} + {form.constant})"
+
+    def load(self, op: Op, ending: str) -> Number:
         access, p = self.walk.accesses[op], self.product
         dims = self.walk.access_dims(access)
         spec = self.specs[access.argument]
         if access.guards or access.numbers or spec.dtype not in NAMES:
             raise NoText("a tensor beside the product is looked up, or holds no floats")
-        if dims <= p.groups["n"]:
+        if not ending and not self.ragged and dims and (self.turn or not self.along(access)):
+            table = Vector(access.argument, 0, 1, NAMES[spec.dtype])
+            if table not in self.tables:
+                self.tables.append(table)
+            number = self.tables.index(table)
+            return Number(f"looked_up_{table.type}(args.table[{number}], {self.place(access)})")
+        if dims and dims <= p.groups["m"] and ending != "n":
+            high = Vector(access.argument, access.offset.constant, self.step(access, "m"), NAMES[spec.dtype])
+            if high not in self.heights:
+                self.heights.append(high)
+            number = self.heights.index(high)
+            return Number(loaded(high, f"args.row[{number}]", "at") if ending else f"r[{number}]")
+        if dims <= p.groups["n"] and (not dims or ending != "m"):
             own = Vector(
                 access.argument, access.offset.constant, self.step(access, "n") if dims else 0, NAMES[spec.dtype]
             )
@@ -269,7 +350,7 @@ class Product:
             if own not in self.vectors:
                 self.vectors.append(own)
             number = self.vectors.index(own)
-            return Number(loaded(own, f"args.vec[{number}]", "column") if ending else f"b[{number}]")
+            return Number(loaded(own, f"args.vec[{number}]", "at") if ending else f"b[{number}]")
         if ending or not dims <= p.groups["m"] | p.groups["n"] or not dims & p.groups["n"]:
             raise NoText("a tensor beside the product lies along other dimensions than rows and columns")
         matrix = self.beside(access)
@@ -277,6 +358,15 @@ class Product:
             self.reads.append(matrix)
             self.read_types.append(NAMES[spec.dtype])
         return Number(f"x[{self.reads.index(matrix)}]")
+
+    def along(self, access: Access) -> bool:
+        """Whether a tensor has the rows and columns of the product, or one of both."""
+        try:
+            for name in "mn":
+                self.step(access, name)
+        except NoText:
+            return False
+        return True
 
     # ---- how much of it fits -----------------------------------------------------------------------------------------
 
@@ -288,10 +378,6 @@ class Product:
     @property
     def pieces(self) -> int:
         return self.columns // self.parts // PIECE
-
-    @property
-    def sums(self) -> int:
-        return len(self.product.sums)
 
     def bytes(self, shape: Shape) -> int:
         """Shared memory of a block."""
@@ -325,6 +411,7 @@ class Product:
     def scratch(self) -> tuple[Spec, ...]:
         rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
         shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
+        shapes += [(columns, self.m)] * self.crossed
         return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -335,9 +422,13 @@ class Product:
             "NIN": len(self.reads),
             "NOUT": len(self.writes),
             "NVEC": len(self.vectors),
+            "NROW": len(self.heights),
+            "NTABLE": len(self.tables),
             "NSUM": self.sums,
+            "NACROSS": self.crossed,
             "NEND": len(self.ends),
             "PARTS": self.parts,
+            "TURN": self.turn,
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
@@ -360,6 +451,11 @@ class Product:
         """The functions that `product.cu` calls."""
         vectors = [f"pair_of_{v.type}(args.vec[{i}], x, {self.inside}, {v.stride}, known[{i}] + at);"
                    for i, v in enumerate(self.vectors)]  # fmt: skip
+        heights = [f"known[{i}][t] = {loaded(v, f'args.row[{i}]', 'at')};" for i, v in enumerate(self.heights)]
+        if heights:  # a thread has rows y, y + 8, y + 64 and y + 72 of a tile
+            at = "y + t / 2 * 64 + t % 2 * 8"
+            at = f"{at} < args.m ? {at} : 0" if self.ragged else at
+            heights = ["#pragma unroll", "for (int t = 0; t < 4; ++t) {", f"const int at = {at};", *heights, "}"]
         unpack = [f"x[{i}] = e ? {t}_high(in[{i}][q]) : {t}_low(in[{i}][q]);" for i, t in enumerate(self.read_types)]
         pack = [f"out[{i}][q] = {t}_pair(one[{i}], other[{i}]);" for i, t in enumerate(self.write_types)]
         return PAIRS + "\n".join(
@@ -367,9 +463,11 @@ class Product:
                 function("vectors", "const Args& args, int x, float (&known)[NVEC + 1][4], int at", vectors),
                 function("unpack", "const u32 (&in)[NIN + 1][4], int q, int e, float (&x)[NIN + 1]", unpack),
                 function("pack", "const float* one, const float* other, u32 (&out)[NOUT + 1][4], int q", pack),
-                function("around", "const float* v, const float* x, const float* b, float* y, float* s", self.lines),
-                function("ending", "const Args& args, int column, const float* s", self.endings),
-                function("aside", "const Args& args, int column, const float* s", self.asides),
+                function("heights", "const Args& args, int y, float (&known)[NROW + 1][4]", heights),
+                function("around", AROUND, self.lines),
+                function("ending", FINISHED, self.endings["n"]),
+                function("crossing", FINISHED, self.endings["m"]),
+                function("aside", FINISHED, self.asides),
             )
         )
 
@@ -378,6 +476,13 @@ class Product:
         return "x < args.n" if self.ragged else "true"
 
 
+#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, up and at: row and column, upper: whether it
+#: is the second of two stretches; y: results, s: summands of sums over rows, a: over columns
+AROUND = (
+    "const Args& args, const float* v, const float* x, const float* b, const float* r, int up, int at, bool upper, "
+    "float* y, float* s, float* a"
+)
+FINISHED = "const Args& args, int at, const float* s"
 #: two neighbours of a vector, or one number twice
 PAIRS = """
 __device__ __forceinline__ void pair_of_f32(const void* from, int x, bool inside, int stride, float* to) {
@@ -404,14 +509,14 @@ def function(name: str, arguments: str, lines: Iterable[str]) -> str:
 
 def loaded(vector: Vector, pointer: str, index: str) -> str:
     """One number of a vector."""
-    at = f"[{index}]" if vector.stride else "[0]"
+    at = f"[(u64){index} * {vector.stride}]" if vector.stride else "[0]"
     if vector.type == "f32":
         return f"((const float*){pointer}){at}"
     return f"{vector.type}_low(((const u16*){pointer}){at})"
 
 
 def stored(vector: Vector, pointer: str, text: str) -> str:
-    at = f"[column * {vector.stride}]"
+    at = f"[at * {vector.stride}]"
     if vector.type == "f32":
         return f"((float*){pointer}){at} = {text}"
     return f"((u16*){pointer}){at} = (u16){vector.type}_pair({text}, 0.0f)"

@@ -115,6 +115,7 @@ class Launch:
         self.run = kernels.function("product", self.shared)
         lengths = {"finish": self.product.n if self.product.sums else 0}
         lengths["finish_aside"] = (0, self.product.m, self.product.n)[self.product.aside]
+        lengths["finish_across"] = self.product.m if self.product.crossed else 0
         self.finish = [(kernels.function(name), -(-n // FINISHED)) for name, n in lengths.items() if n]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.grid = min(processors, self.product.tiles)
@@ -169,9 +170,12 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
     for tensors in (product.reads, product.writes):
         data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
-    partial = [*scratch, *([] if product.aside else [0])]
-    for own in ([*map(pointer_of, product.vectors), 0], partial, [*map(pointer_of, product.ends), 0]):
-        data += b"".join(p.to_bytes(8, "little") for p in own)
+    own = len(scratch) - product.crossed
+    beside = (product.vectors, product.heights, product.tables)
+    tables = [[*map(pointer_of, own_kind), 0] for own_kind in beside]
+    tables += [[*scratch[:own], *([] if product.aside else [0])], [*scratch[own:], 0]]
+    for table in (*tables, [*map(pointer_of, product.ends), 0]):
+        data += b"".join(p.to_bytes(8, "little") for p in table)
     numbers = (product.m, product.n, product.k, shape.group, *(*product.begins, 0)[:2])
     numbers += product.window if isinstance(product, Convolution) else ()
     data += b"".join(n.to_bytes(4, "little") for n in numbers)

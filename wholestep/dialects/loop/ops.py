@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...ir.core import Op
 from ...ir.dialect import AnyTensor, AnyType, Attr, Dialect, OpDef, Operand, Result
-from ...ir.types import BF16, F16, F32, I64, ScalarType, TensorType
+from ...ir.types import BF16, BOOL, F16, F32, I64, ScalarType, TensorType
 
 loop = Dialect("loop", "How one kernel walks its data: iteration dimensions, access maps, numbers, reductions.")
 
@@ -132,7 +132,8 @@ def map_problem(op: Op, tensor: TensorType) -> str | None:
 class Load(OpDef):
     """One element of a tensor. `indices` are added to the mapped index of the dimensions that `dynamic` names.
 
-    Guarded, an element outside of the tensor is 0, or NaN if it is `checked`; otherwise there is none outside.
+    Guarded, an element outside of the tensor is 0, or NaN if it is `checked`; otherwise there is none outside. With
+    `bits` it is a truth value, one of eight in a byte: the index of that dimension counts bits.
     """
 
     tensor = Operand(AnyTensor)
@@ -142,10 +143,11 @@ class Load(OpDef):
     dynamic = Attr("ints", "dimensions of the tensor whose index is computed", ())
     guarded = Attr("bool", "whether the map may leave the tensor", False)
     checked = Attr("bool", "whether leaving it is a mistake in the data, which must be seen", False)
+    bits = Attr("int", "the dimension of bytes whose index counts bits", optional=True)
 
     @staticmethod
-    def infer(tensor, *rest, **attributes):
-        return tensor.element
+    def infer(tensor, *rest, bits=None, **attributes):
+        return tensor.element if bits is None else BOOL
 
     @staticmethod
     def check(op: Op) -> str | None:
@@ -217,7 +219,8 @@ class Reduce(OpDef):
 
 @loop.op
 class Store(OpDef):
-    """Writes an element of an output, which nothing else in the kernel reads or writes."""
+    """Writes an element of an output, which nothing else in the kernel reads or writes; with `bits` one of eight truth
+    values in a byte."""
 
     pure = False
     value = Operand(AnyType)
@@ -225,6 +228,7 @@ class Store(OpDef):
     indices = Operand(AnyType, "computed indices", variadic=True)
     map = Attr("list", "per dimension of the tensor: a coefficient per iteration dimension, then a constant")
     dynamic = Attr("ints", "dimensions of the tensor whose index is computed", ())
+    bits = Attr("int", "the dimension of bytes whose index counts bits", optional=True)
 
     @staticmethod
     def infer(*rest, **attributes):

@@ -66,6 +66,8 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             value = torch.full(sizes, op.attributes["value"], dtype=dtype)
         elif kind is Load:
             tensor = tensors[op.operands[0]]
+            if op.attributes.get("bits") is not None:
+                tensor = ones(tensor, op.attributes["bits"])
             at = places(op, tensor, op.operands[1:])
             inside = torch.ones(sizes, dtype=torch.bool)
             for i, n in zip(at, tensor.shape, strict=True):
@@ -107,7 +109,14 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             tensor = tensors[op.operands[1]]
             stored = numbers[op.operands[0]].to(tensor.dtype)
             at = places(op, tensor, op.operands[2:])
-            if at:
+            if op.attributes.get("bits") is not None:
+                dim = op.attributes["bits"]
+                bits = ones(tensor, dim)
+                bits[tuple(at)] = stored.bool()
+                tensor.copy_(
+                    sum(b.to(tensor.dtype) << n for n, b in enumerate(bits.unflatten(dim, (-1, 8)).unbind(dim + 1)))
+                )
+            elif at:
                 tensor[tuple(at)] = stored
             else:
                 tensor.copy_(stored.flatten()[0])
@@ -116,6 +125,11 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             assert kind is Space or kind.terminator
             continue
         numbers[op.results[0]] = value.expand(sizes)
+
+
+def ones(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The bits of bytes, along one dimension."""
+    return torch.stack([(tensor >> place) & 1 for place in range(8)], dim + 1).flatten(dim, dim + 1).bool()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

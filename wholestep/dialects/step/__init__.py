@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     attention,
+    bits,
     contraction,
     control,
     convolution,
@@ -42,6 +43,7 @@ __all__ = [
     "StepBuilder",
     "StepOp",
     "attention",
+    "bits",
     "broadcast_shapes",
     "constant_value",
     "contraction",

@@ -643,13 +643,17 @@ class BatchNormGrad(BatchNormLike):
         return spread(op, run)
 
     @staticmethod
-    def expand(b, op):
+    def expand(b, op, sums=None):
+        """sums: dw and db, where they are known."""
         dims, rank = _batch_dims(op), op.x.type.rank
         dy, x, weight = widen(b, op.dy, op.x, op.weight)
         count = float(x.type.size // x.type.shape[1])
         normal = b.mul(b.sub(x, per_channel(b, op.mean, rank)), per_channel(b, op.rstd, rank))
-        db = b.sum(dy, dims=dims)
-        dw = b.sum(b.mul(dy, normal), dims=dims)
+        if sums is None:
+            db = b.sum(dy, dims=dims)
+            dw = b.sum(b.mul(dy, normal), dims=dims)
+        else:
+            dw, db = sums
         centre, slope = (per_channel(b, b.div(v, count), rank) for v in (db, dw))
         scale = op.rstd if weight is None else b.mul(op.rstd, weight)
         dx = b.mul(b.sub(b.sub(dy, centre), b.mul(normal, slope)), per_channel(b, scale, rank))

@@ -1,0 +1,104 @@
+"""`bit_masks`: backward reads bits for the mask of a relu; every bit of every result stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plan.networks import Case
+from tests.runtime.runs import data
+from wholestep.ir.core import Op
+from wholestep.ir.passes import run_pipeline
+from wholestep.ir.verify import verify
+from wholestep.runtime.executor import Executable
+from wholestep.transforms import bit_masks, kept, tall_products
+from wholestep.transforms.opportunity import opportunities, take, transform
+from wholestep.transforms.recompute import is_late
+
+
+class Block(nn.Module):
+    """A residual sum whose activation is read by the next 1x1 convolution and by the sum after it."""
+
+    def __init__(self, width: int, act: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.narrow, self.norm1 = nn.Conv2d(width, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.widen, self.norm2 = nn.Conv2d(8, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm1(self.narrow(x)))
+        return self.act(self.norm2(self.widen(y)) + x)
+
+
+def case_of(width: int = 16, act: Any = torch.relu, side: int = 12, precision: str = "bf16") -> Case:
+    torch.manual_seed(0)
+    ends = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.Conv2d(width, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    network = nn.Sequential(ends[0], *(Block(width, act) for _ in range(3)), *ends[1:])
+    target = torch.randint(0, 5, (6,), generator=torch.Generator().manual_seed(0))
+    images = data(6, 3, 2 * side, 2 * side)
+    case = Case((network, nn.functional.cross_entropy, (images, target)), "sgd", precision=precision)
+    transform(case.program.module, force=["channels_last *"])
+    take(case.program.module, ["pointwise_convolution"])
+    kept.cut(case.program.module)
+    run_pipeline(case.program.module, "cse,dce")
+    return case
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bit_masks, "LEAST", 0)
+
+
+def step_of(case: Case) -> list[torch.Tensor]:
+    return Executable(case.program.function, "cpu", case.numbers)([x.clone() for x in case.inputs])
+
+
+def named(function: Op, name: str) -> list[Op]:
+    return [op for op in function.regions[0].block if op.name == f"step.{name}"]
+
+
+def reasons(case: Case) -> set[str]:
+    return {o.why_not for o in opportunities(case.program.module, names=["bit_masks"])}
+
+
+def test_every_bit_of_a_step_stays() -> None:
+    case = case_of()
+    before = step_of(case)
+    done = take(case.program.module, ["bit_masks"])
+    verify(case.program.module)
+    run_pipeline(case.program.module, "cse,dce")
+    function = case.program.function
+    packed, asked = named(function, "pack_bits"), named(function, "unpack_bits")
+    assert len(done) >= 2 and len(packed) == len(asked) == len(done)
+    assert all(not is_late(op) for op in packed) and all(is_late(op) for op in asked)
+    assert all(op.dim == 1 for op in packed)  # channels are neighbours in memory
+    for old, new in zip(before, step_of(case), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_bytes_are_those_of_bits() -> None:
+    found = [o for o in opportunities(case_of().program.module, names=["bit_masks"]) if not o.why_not]
+    elements = 6 * 16 * 12 * 12
+    assert found and all(o.change.bytes == 2 * elements // 8 - 2 * elements for o in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"width": 20, "side": 9}, "20 neighbours in memory are no whole bytes"),
+        ({"act": lambda x: torch.relu(x) * 2}, "backward reads the tensor for something else as well"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], why: str) -> None:
+    assert why in reasons(case_of(**options))
+
+
+def test_small_tensors_and_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tall_products, "RIDGE", 0)
+    assert "a wide product takes along whole numbers alone" in reasons(case_of())
+    monkeypatch.setattr(bit_masks, "LEAST", 1 << 20)
+    assert reasons(case_of()) == {"what it is compared with is too small to be worth a tensor more"}

@@ -1,0 +1,122 @@
+"""`bit_masks`: where an activation let something through is kept as bits, so that backward does not read its result.
+
+The gradient of a relu asks of each element only whether it was positive. Where the result is what a product reads, such
+as a residual sum, it is in memory, but the kernel of the gradient reads all of it for one bit in sixteen. The kernel
+that makes it has every element at hand: it writes a bit of each as well. What is compared stays as it was, so that no
+result changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..dialects.step import StepBuilder
+from ..dialects.step.bits import BYTE
+from ..ir.core import Op, Value
+from ..ir.types import BOOL
+from .opportunity import Change, Place, Transformation, register_transformation
+from .pointwise_convolution import lie_channels_last
+from .recompute import is_late
+from .regenerate import EARLY
+from .regions import ANCHORS, base, is_source, is_view, readers_of
+from .tall_products import is_tall
+
+#: bytes of a tensor from which on it is worth one more
+LEAST = 1 << 23
+#: so many values are looked at for the products that a gradient comes from
+LOOKED = 50
+#: who reads what is in memory
+WRITTEN = ANCHORS | {"step.concat"}
+
+
+@register_transformation
+class BitMasks(Transformation):
+    """Level 3: one comparison that backward makes with a tensor of forward."""
+
+    name = "bit_masks"
+    level = 3
+
+    def places(self, function: Op) -> Iterator[Place]:
+        last = None
+        for op in function.regions[0].block:
+            x = compared(op)
+            if x is None:
+                continue
+            last = lie_channels_last(function) if last is None else last
+            bits = x.type.size // BYTE
+            yield op, why_not(op, x, packed_along(x, last)) or Change(bytes=2 * bits - x.type.bytes, saved=bits)
+
+    def apply(self, op: Op) -> None:
+        x = compared(op)
+        assert op.parent is not None and x is not None and x.op is not None
+        dim = packed_along(x, lie_channels_last(function_of(op)))
+        early = StepBuilder(op.parent, x.op.next, x.op.loc, x.op.phase)
+        new: dict[Value, Value] = {}
+        for maker in [v.op for v in op.operands if v is not x]:
+            assert maker is not None
+            new.update(zip(maker.results, inserted(early, maker, {}).results, strict=True))
+        packed = early.pack_bits(inserted(early, op, new).results[0], dim=dim)
+        late = StepBuilder(op.parent, op, op.loc, op.phase)
+        op.results[0].replace_by(late.unpack_bits(packed, dim=dim))
+        op.erase()
+
+
+def inserted(b: StepBuilder, op: Op, new: dict[Value, Value]) -> Op:
+    """An op once more, where a builder stands."""
+    copy = op.clone(new)
+    copy.attributes["phase"] = b.phase
+    return b.insert(copy)
+
+
+def compared(op: Op) -> Value | None:
+    """The tensor of forward that an op of a later phase compares with numbers; None of any other op."""
+    if not is_late(op) or not getattr(op.definition, "pointwise", False) or op.results[0].type.element is not BOOL:
+        return None
+    tensors = [v for v in op.operands if v.op is None or not is_source(v.op)]
+    if len(tensors) != 1 or tensors[0].type.shape != op.results[0].type.shape:
+        return None
+    (x,) = tensors
+    return x if x.op is not None and x.op.phase in EARLY and x.type.element.kind == "float" else None
+
+
+def function_of(op: Op) -> Op:
+    assert op.parent is not None and op.parent.parent is not None and op.parent.parent.parent is not None
+    return op.parent.parent.parent
+
+
+def packed_along(x: Value, last: set[Value]) -> int:
+    """The dimension whose elements are neighbours in memory, as far as that is known."""
+    return 1 if x in last else x.type.rank - 1
+
+
+def why_not(op: Op, x: Value, dim: int) -> str:
+    assert x.op is not None
+    if x.type.bytes < LEAST:
+        return "what it is compared with is too small to be worth a tensor more"
+    if x.type.shape[dim] % BYTE:
+        return f"{x.type.shape[dim]} neighbours in memory are no whole bytes"
+    if is_view(x.op) or not getattr(x.op.definition, "pointwise", False):
+        return "what makes the tensor is no kernel that could write bits as well"
+    if any(u.name not in ANCHORS for u in readers_of(x) if is_late(u) and u is not op):
+        return "backward reads the tensor for something else as well"
+    if not all(map(is_tall, products_of(op))):
+        return "a wide product takes along whole numbers alone"
+    return ""
+
+
+def products_of(mask: Op) -> list[Op]:
+    """The products that make what a mask is put on, by way of cheap ops and of nothing that is in memory."""
+    found: list[Op] = []
+    pending = [v for user in mask.results[0].uses for v in user.operands if v is not mask.results[0]]
+    known: set[Value] = set()
+    while pending and len(known) < LOOKED:
+        value = base(pending.pop())
+        op = value.op
+        if op is None or value in known or op.phase in EARLY:
+            continue
+        known.add(value)
+        if op.name == "step.contract":
+            found.append(op)
+        elif getattr(op.definition, "pointwise", False) and not any(u.name in WRITTEN for u in readers_of(value)):
+            pending += op.operands
+    return found
