@@ -328,8 +328,6 @@ def measure(job: Job, built: dict[str, Any], sets: int, rounds: int) -> dict[str
         calls = [lambda t=t, o=o, run=whole: run(*t, *o) for t, o in zip(tensors, outputs, strict=True)]
         graphs[candidate.name] = as_graph(calls, CALLS)
     divided = [apart(job.region, t) for t in tensors]
-    if wrong := fault(divided[0].results, right):
-        faults["libraries and kernels"] = wrong
     best: list[str] = []
     for number, (_, ways, _) in enumerate(divided[0].pieces):  # each piece by its quickest way
         alone = {
@@ -338,6 +336,8 @@ def measure(job: Job, built: dict[str, Any], sets: int, rounds: int) -> dict[str
         }
         times = in_turns(alone, min(rounds, 3), flush=False)
         best.append(min(times, key=times.__getitem__))
+    if wrong := fault(divided[0].results, right):  # (by now generated kernels have written what is theirs)
+        faults["libraries and kernels"] = wrong
     anchors = [n for n, (kind, _, _) in enumerate(divided[0].pieces) if kind == "attention"]
 
     def sequence(d: Apart, which: Sequence[int]) -> Call:

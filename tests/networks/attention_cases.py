@@ -65,21 +65,37 @@ class Rotary(nn.Module):
         return self.out(F.silu(y.transpose(1, 2).flatten(2)))
 
 
+class Biased(nn.Module):
+    """Attention with norms of queries and keys, a bias of positions that is learned, and a residual behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
+        self.norm, self.bias = nn.RMSNorm(6), nn.Parameter(torch.randn(4, ROWS, ROWS) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], 4, 6).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, attn_mask=self.bias)
+        return self.out(x + torch.tanh(y.transpose(1, 2).flatten(2)))
+
+
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def compiled(x: torch.Tensor, **options: Any) -> tuple[ws.TrainStep, nn.Module, list[float]]:
+def compiled(
+    x: torch.Tensor, kind: type[nn.Module] = Rotary, **options: Any
+) -> tuple[ws.TrainStep, nn.Module, list[float]]:
     torch.manual_seed(0)
-    model = Rotary()
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step = ws.compile(model, loss_of, optimizer, (x,), providers=["aten", Interpreted.name], tune=False, **options)
     return step, model, [float(step(x)) for _ in range(STEPS)]
 
 
-def eager(x: torch.Tensor, low: bool) -> tuple[nn.Module, list[float]]:
+def eager(x: torch.Tensor, kind: type[nn.Module] = Rotary, low: bool = False) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(0)
-    model, losses = Rotary(), []
+    model, losses = kind(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -103,16 +119,29 @@ def kernels_of(step: ws.TrainStep) -> list[set[str]]:
     return [set(sites) for sites in lines if ATTENTION in sites or GRADIENT in sites]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_attention_with_what_stands_around_it(precision: str) -> None:
+def trained_alike(kind: type[nn.Module], precision: str, force: list[str]) -> ws.TrainStep:
+    """A step with forced kernels; losses and parameters are eager's."""
     torch.manual_seed(1)
     x = torch.randn(2, ROWS, 24)
-    step, model, losses = compiled(x, precision=precision, force=ALL)
-    wanted, true = eager(x, precision == "bf16")
+    step, model, losses = compiled(x, kind, precision=precision, force=force)
+    wanted, true = eager(x, kind, precision == "bf16")
     torch.testing.assert_close(losses, true, rtol=LOSSES[precision], atol=0)
     torch.manual_seed(0)
-    for mine, own, first in zip(model.parameters(), wanted.parameters(), Rotary().parameters(), strict=True):
-        assert (mine - own).norm() < CHANGES[precision] * (own - first).norm()
+    for mine, own, first in zip(model.parameters(), wanted.parameters(), kind().parameters(), strict=True):
+        assert (mine - own).norm() < CHANGES[precision] * (own - first).norm() + 1e-6
+    return step
+
+
+def test_norms_before_a_mask_that_is_learned() -> None:
+    step = trained_alike(Biased, "fp32", ALL[:-1])  # (what reads the gradients also sums over rows)
+    assert alone(step) == ["attention_mask_grad"]
+    for site in ("*norm/forward/rms_norm#0", "*norm/forward/rms_norm#1", "*forward/tanh#0", "*forward/add#0"):
+        assert "are one kernel" in step.why_not(ATTENTION, site)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_positions_before_and_a_gate_behind(precision: str) -> None:
+    step = trained_alike(Rotary, precision, ALL)
     assert alone(step) == []  # no library runs one
     for a, b in ((ATTENTION, "*forward/silu#0"), (ATTENTION, "*forward/add#1"), (GRADIENT, "*backward/silu_grad#0")):
         said = step.why_not(a, b)

@@ -52,7 +52,7 @@ def test_attention_computes_what_stands_around_it() -> None:
         os.environ | {"TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "4 passed" in done.stdout
+    assert "5 passed" in done.stdout
 
 
 def test_every_network_is_among_them() -> None:

@@ -19,7 +19,7 @@ from wholestep.transforms import again, tall_products
 from wholestep.transforms.around import divide
 from wholestep.transforms.around_attention import TOO_LITTLE, UNMEASURED
 from wholestep.transforms.fuse import Fusion, dissolve, fuse
-from wholestep.transforms.regions import Bodies
+from wholestep.transforms.regions import Bodies, Piece
 
 HEADS, ROWS, WIDTH = 2, 12, 8
 SPLIT, WHOLE = (2, HEADS, ROWS, WIDTH), (2, ROWS, HEADS * WIDTH)
@@ -89,6 +89,19 @@ def test_what_is_not_faster_stays_apart_and_says_so() -> None:
     assert found == []
     pairs = {pair: why for pair, why in fusion.refusals.items() if any("attention" in site for site in pair)}
     assert len(pairs) == 2 and all("us as one kernel" in why for why in pairs.values())
+
+
+def test_what_nobody_runs_stays_apart_and_says_so() -> None:
+    class Never(Clock):
+        def __call__(self, pieces: Any, strides: Any) -> list[float]:
+            return [float("inf") if len(p.ops) > 1 and is_attended(p) else 1.0 for p in pieces]
+
+    fusion, found = joined(program(TYPES, forward), Never())
+    assert found == [] and list(fusion.refusals.values()).count(tall_products.NOBODY) == 2
+
+
+def is_attended(piece: Piece) -> bool:
+    return any(op.name == "step.attention" for op in piece.ops)
 
 
 def test_nothing_is_joined_where_nothing_is_measured() -> None:

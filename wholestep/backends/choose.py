@@ -36,6 +36,7 @@ from .contest import (
     Way,
     alike,
     build_for,
+    is_around_attention,
     is_lean,
     is_product,
     most_like,
@@ -95,6 +96,8 @@ class Chosen:
     seconds: float = float("nan")
     aten: float = float("nan")
     excluded: list[Timed] = field(default_factory=list)
+    #: seconds of the quickest way that is not ATen's; infinite where there is none
+    own: float = math.inf
 
 
 @dataclass
@@ -340,11 +343,15 @@ class Choices:
         return self.measure and any(name in p.alone for p in self.providers)
 
     def times(self, regions: Sequence[Region]) -> list[float]:
-        """Measured seconds of regions, each by the best of the providers; of a product alone, by the libraries."""
+        """Measured seconds of regions, each by the best of the providers; of a product alone, by the libraries; of an
+        attention and what stands around it, by those who run it as one kernel: infinite where nobody does."""
         self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")])
         found = []
         for region in regions:
             chosen = self.known.setdefault(region.key, Chosen("aten", "aten", None))
+            if is_around_attention(region):
+                found.append(chosen.own)
+                continue
             if math.isnan(chosen.seconds):
                 chosen.seconds = self.op_by_op(region)
             found.append(chosen.seconds)
@@ -550,14 +557,16 @@ class Choices:
     def settle(self, contest: Contest) -> Chosen:
         """What was chosen in the end; a result of measuring is kept, unless a full disk had a say in it."""
         key, excluded = self.store_key(contest.region.key), [t for t in contest.timed if t.why]
+        tried = contest.timed if contest.kept is None else contest.kept.candidates
+        own = min((t.seconds for t in tried if not t.why and t.name != "aten:aten"), default=math.inf)
         full = next(filter(None, (lack_of_room(t.why) for t in excluded)), "")
         if full:
             say_not_built(None if self.store is None else self.store.folder, full)
         if contest.best is None:
-            return Chosen("aten", "aten", None, excluded=excluded)
+            return Chosen("aten", "aten", None, excluded=excluded, own=own)
         seconds, (provider, offer, run) = contest.best
         run_it = None if provider.name == "aten" else run  # ATen's ops go back into the plan
-        found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded)
+        found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded, own)
         if contest.kept is not None:
             found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
             found.excluded += [t for t in contest.kept.candidates if t.why]

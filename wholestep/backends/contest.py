@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
+from ..ir.core import Op
+from ..transforms.attention_sides import ATTENTION
 from ..transforms.regions import form_of
 from .providers import Launcher, Offer, Provider, Region
 from .store import Choice, Timed
@@ -151,5 +153,16 @@ def words(name: str) -> list[str]:
 
 def is_product(region: Region) -> bool:
     """Whether a region is a product and nothing else: a library writes its result in place, without a copy."""
-    work = [op for op in region.ops if op.operands and not getattr(op.definition, "views", False)]
+    work = work_of(region)
     return len(work) == 1 and work[0].name == "step.contract"
+
+
+def is_around_attention(region: Region) -> bool:
+    """Whether a region is an attention and something else."""
+    work = work_of(region)
+    return len(work) > 1 and any(op.name in ATTENTION for op in work)
+
+
+def work_of(region: Region) -> list[Op]:
+    """The ops of a region that compute something."""
+    return [op for op in region.ops if op.operands and not getattr(op.definition, "views", False)]

@@ -11,6 +11,7 @@ photograph, is such a product for those who sum up what it makes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,6 +36,9 @@ TALL = 8
 WORTH, LEAST = 0.05, 1 << 27
 #: elements in a row of a window up to which a convolution is such a product
 ROW = 64
+
+#: said where there is no kernel to measure
+NOBODY = "no provider has a kernel for both that is right"
 
 Order = tuple[int, ...]
 
@@ -150,9 +154,9 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
         if after < before:
             choice.apply()
             continue
+        why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
         for pair in choice.pairs:
-            why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
-            fuser.refuse(*pair, why, choice.saved)
+            fuser.refuse(*pair, why if math.isfinite(after) else NOBODY, choice.saved)
 
 
 def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:

@@ -15,14 +15,18 @@ import torch
 
 from tests.backends.triton.child import Ask, asking, serve
 from tests.backends.triton.test_contraction import assert_right, errors_of, guarded, strides_of
+from wholestep.backends.choose import Choices
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, Triton, op_by_op
+from wholestep.backends.providers import Aten, Region, Triton, op_by_op
 from wholestep.backends.trial import Trial, empty
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.core import Op
 from wholestep.ir.types import BOOL, F32, F64, I64, ScalarType, TensorType
+from wholestep.transforms import regions
+from wholestep.transforms.around import pieces_around
+from wholestep.transforms.attention_sides import ATTENTION
 
 Build = Callable[..., Any]
 #: shape of an input; or shape and element type, or shape, element type and how it lies in memory
@@ -39,6 +43,8 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+#: words of the names of cases that are run in bf16 as well
+LOW = ("shared heads", "positions", "as they are")
 
 
 def case(name: str, *inputs: Input, forward: Build | None = None) -> Callable[[Build], Build]:
@@ -171,6 +177,13 @@ def _(b, key, q, k, v):
     return [b.slice(dropped, dim=3, start=5, end=24, stride=1)]
 
 
+@case("operands as they are, and what else is made of them", (2, 33, 2, 16), (2, 33, 1, 16), (2, 33, 1, 16))
+def _(b, q, k, v):
+    q, k, v = (b.transpose(x, order=(0, 2, 1, 3)) for x in (q, k, v))
+    out, _ = b.attention(q, k, v, scale=0.3, causal=True, enable_gqa=True)
+    return [out, b.exp(q), b.sum(b.mul(k, k), dims=(3,))]
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -272,19 +285,26 @@ def region_of(case: Case, element: ScalarType, device: str) -> tuple[Op, list[to
     return function, inputs, outputs
 
 
-def run_case(name: str, element: str, tiles: Sequence[Sequence[int]] = (), tried: bool = False) -> dict[str, Any]:
+def run_case(
+    name: str, element: str, tiles: Sequence[Sequence[int]] = (), tried: bool = False, timed: bool = False
+) -> dict[str, Any]:
     """Per candidate: the largest difference as a share of the largest value, over what is allowed.
 
-    tried: what is said against it where it is tried on made-up operands.
+    tried: what is said against it where it is tried on made-up operands; timed: seconds of it, and of the attention.
     """
     from wholestep.backends.triton import attention
 
     case, device = CASES[name], "cuda" if torch.cuda.is_available() else "cpu"
     function, inputs, outputs = region_of(case, ScalarType(element), device)
     specs = [Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for t in (*inputs, *outputs)]
+    given, made = tuple(specs[: len(inputs)]), tuple(specs[len(inputs) :])
+    region = Region(function, None, given, made, torch.device(device))
     if tried:
-        given, made = tuple(specs[: len(inputs)]), tuple(specs[len(inputs) :])
-        return judged(Region(function, None, given, made, torch.device(device)))
+        return judged(region)
+    if timed:
+        choices = Choices(region.device, [Aten(), Triton()])
+        times = choices.times([region, region_of_attention(function, region.device)])
+        return {"times": times, "own": choices.known[region.key].own, "aten": choices.known[region.key].aten}
     known = attention.Attention(function, specs)
     made = [attention.candidate(known, attention.Tile(*t)) for t in tiles] or attention.candidates(function, specs)
     return errors_of(made, inputs, outputs, exact(case.inputs, case.build, inputs), element)
@@ -298,6 +318,15 @@ def judged(region: Region) -> dict[str, str]:
     run = Triton().build([offer])[offer.key]
     assert not isinstance(run, Exception), run
     return {offer.name: trial.judge(run, [empty(s, region.device) for s in offer.scratch])[0]}
+
+
+def region_of_attention(function: Op, device: torch.device) -> Region:
+    """The attention of a body, alone."""
+    (piece,) = (p for p in pieces_around(function) if any(op.name in ATTENTION for op in p.ops))
+    types = [v.type for v in (*piece.inputs, *piece.outputs)]
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in types]
+    count = len(piece.inputs)
+    return Region(regions.body_of(piece), None, tuple(specs[:count]), tuple(specs[count:]), device)
 
 
 # ---- the tests' side -------------------------------------------------------------------------------------------------
@@ -315,7 +344,7 @@ def test_exact_attention(child: Ask, name: str) -> None:
     assert_right(child(name, "f32", [(16, 32, 4, 2)]))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "shared heads" in n or ("positions" in n and "grad" not in n)])
+@pytest.mark.parametrize("name", [n for n in CASES if any(w in n for w in LOW) and "and back" not in n])
 def test_attention_of_bf16(child: Ask, name: str) -> None:
     assert_right(child(name, "bf16", [(32, 16, 4, 2)]))
 
@@ -333,6 +362,14 @@ def test_every_configuration(child: Ask) -> None:
 def test_a_trial_finds_them_right(child: Ask, name: str) -> None:
     """By PyTorch's formula, whose gradients read nothing that forward has made."""
     assert list(child(name, "f32", tried=True).values()) == [""]
+
+
+def test_the_clock_is_that_of_one_kernel(child: Ask) -> None:
+    """And not of ATen, which runs the same ops apart, and here faster."""
+    found = child("dropout, and a slice of the columns", "f32", timed=True)
+    together, attention = found["times"]
+    assert together == found["own"] != found["aten"] and 0 < together < float("inf")
+    assert 0 < attention < float("inf")
 
 
 # ---- what is refused, and what is written ----------------------------------------------------------------------------

@@ -195,12 +195,12 @@ class Writer:
         block = loops.kernel.regions[0].block
         (target,) = (op for op in block if op.definition is Store and op.operands[1] is loops.value)
         factor = target.operands[0]
-        if factor.op is not None and factor.op.definition is Load and str(factor.type) in FACTORS:
-            part.raw = factor
+        assert factor.op is not None
         written = loops.stores if stores else []
+        if not written and factor.op.definition is Load and str(factor.type) in FACTORS:
+            part.raw = factor  # (nothing else is computed from it)
         if only:
             part.only = {part.walk.accesses[op].argument: only for op in written}
-        assert factor.op is not None
         wanted = [factor.op, *written]
         part.ready(part.needed(wanted))
         part.start(part.batch, batch)
