@@ -128,6 +128,20 @@ def test_gradients_compute_the_image_again_and_sum_up_theirs() -> None:
     assert found == {"step.conv": (1, 0), "step.conv_weight_grad": (1, 0), "step.conv_input_grad": (0, 2)}
 
 
+def activation(b: Any, x: Any, mean: Any, rstd: Any, w: Any, dz: Any) -> list[Any]:
+    """A product reads the gradient of an activation, and nobody that of the image."""
+    normal = b.mul(b.sub(b.cast_to(x, F32), per_channel(b, mean)), per_channel(b, rstd))
+    dy = b.conv_input_grad(dz, w, input_shape=IMAGE, **WINDOW)
+    g = b.silu_grad(dy, b.cast_to(normal, x.type.element))
+    return [b.contract(g, x, spec="nchw,nkhw->ck"), b.sum(b.cast_to(g, F32), dims=DIMS)]
+
+
+@pytest.mark.parametrize("element", [F32, BF16])
+def test_the_gradient_of_an_activation_is_written_in_place_of_an_images(element: Any) -> None:
+    _, found = joined(of(activation, element))
+    assert found == {"step.conv_input_grad": (0, 2)}
+
+
 def test_an_image_that_is_written_in_any_case_is_read() -> None:
     _, found = joined(of(written))
     assert found == {"step.conv": (0, 0)}
@@ -231,7 +245,10 @@ def test_a_step_whose_provider_refuses_them_runs_the_loops_and_the_convolution_a
         (lambda b, x, m, r, w, dz: [b.conv(b.relu(b.transpose(x, order=(0, 1, 3, 2))), w, **WINDOW)], "another order"),
         (two_passes, "waits for another"),
         (lambda b, x, m, r, w, dz: [(z := b.conv(x, w, **WINDOW)), b.amax(z, dims=DIMS)], "no sum per channel"),
-        (lambda b, x, m, r, w, dz: [(z := b.conv(x, w, **WINDOW)), b.relu(z)], "no number per channel"),
+        (lambda b, x, m, r, w, dz: [(z := b.conv(x, w, **WINDOW)), b.relu(z)], "not one image is written"),
+        (lambda b, x, m, r, w, dz: [b.relu(b.conv(x, w, **WINDOW))], "nothing is summed up"),
+        (lambda b, x, m, r, w, dz: [b.cast_to((z := b.conv(x, w, **WINDOW)), BF16), b.sum(z, dims=DIMS)], "another type"),
+        (lambda b, x, m, r, w, dz: [b.sub((z := b.conv(x, w, **WINDOW)), per_channel(b, b.sum(z, dims=DIMS)))], "waits"),
     ],
 )  # fmt: skip
 def test_reasons(build: Build, why: str) -> None:

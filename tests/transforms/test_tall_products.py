@@ -152,6 +152,39 @@ def test_what_is_faster_is_one_kernel() -> None:
     assert len(fusion.bodies) == 2
 
 
+def gated(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """A factor out of what is also summed up, and that alone is read by a product."""
+    a = b.relu(b.cast_to(normal(b, x, scale, shift), BF16))
+    factor = b.mul(a, b.cast_to(per_channel(b, shift), BF16))
+    rows = b.transpose(factor, order=LAST), b.transpose(z, order=LAST)
+    return [b.contract(*rows, spec="nhwc,nhwo->co", wide=True), b.sum(b.cast_to(a, F32), dims=DIMS)]
+
+
+def test_what_only_a_factor_needed_is_not_written_for_it() -> None:
+    fusion, found = joined(of(gated), Clock())
+    assert found == ["nhwc,nhwo->co"]
+    assert not any(r.type.shape == IMAGE for op, _ in fusion.kernels for r in op.results)
+
+
+def widened(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> list[Value]:
+    """Something wide that is made of less, its sums with another image, and what waits for those."""
+    g = product(b, z, w, "nhwc,co->nhwo")
+    return [b.cast_to(normal(b, b.add(g, x), *sums(b, g, x)), BF16)]
+
+
+def test_who_must_wait_for_other_readers_multiplies_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the product makes is then not written."""
+    wide = (N, SIDE, SIDE, WIDE)
+    for times, count in ((1, 2), (4, 1)):
+        monkeypatch.setattr(tall_products, "WIDER", times)
+        fusion, found = joined(of(widened), Clock())
+        assert found == ["nhwc,co->nhwo"] * count
+        made = [r.type.shape for op, _ in fusion.kernels for r in op.results]
+        assert (wide in made) == (count == 1)
+    monkeypatch.setattr(tall_products, "WIDER", 1)
+    assert joined(of(widened), Clock(), forbid=["fuse *add#* <- *contract#0"])[1].count("nhwc,co->nhwo") < 2
+
+
 def test_a_factor_that_others_read_is_made_and_written_by_the_product() -> None:
     function = of(residual)
     fuse(function, bodies=Bodies(), seconds=Clock())
@@ -347,7 +380,7 @@ def test_values_lie_as_they_are_written() -> None:
     assert strides_of(result, likely_orders(block)) == (area * NARROW, 1, SIDE * NARROW, NARROW)
 
 
-def test_triton_writes_what_is_joined() -> None:
+def test_triton_writes_what_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel that is offered to the clock can be written, on images that lie channels-last."""
     pytest.importorskip("triton")
     refused = []
@@ -362,7 +395,8 @@ def test_triton_writes_what_is_joined() -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-    for build in (forward, backward, residual, beside, told, side_by_side):
+    monkeypatch.setattr(tall_products, "WIDER", 1)
+    for build in (forward, backward, residual, beside, told, side_by_side, gated, widened):
         bodies = Bodies()
         fuse(of(build), bodies=bodies, seconds=clock, alone=is_held)
     assert len(refused) > 12

@@ -34,6 +34,8 @@ TALL = 8
 #: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
 #: kernels take long to compile, but equal ones only once
 WORTH, LEAST = 0.05, 1 << 27
+#: how many times as large as what a product reads its result must be, that it is computed twice
+WIDER = 2
 #: elements in a row of a window up to which a convolution is such a product
 ROW = 64
 
@@ -136,6 +138,7 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
     take_faster(fuser, heavy(fuser, afters(fuser, products)))
     take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
+    take_faster(fuser, heavy(fuser, once_more(fuser, tall)))
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -321,6 +324,41 @@ def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
     beside = set(maker.members) - work
     told = all(op.name in again.CHEAP or op.name == "step.pack_bits" for op in beside)
     return bool(work) and told and all(map(fuser.is_fusible, maker.members))
+
+
+# ---- once more for another reader ------------------------------------------------------------------------------------
+
+
+def once_more(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Kernels that read what a product makes of much less, and that must wait for others who read it: they multiply
+    once more instead."""
+    for op in products:
+        own, made = fuser.groups[op], op.results[0]
+        if made.type.bytes < max(again.LEAST, WIDER * sum(v.type.bytes for v in op.operands)):
+            continue
+        if any(base(v).op in own.members for v in op.operands):
+            continue
+        outside = {id(g): g for u in again.through_views(made) if (g := fuser.groups.get(u)) not in (None, own)}
+        for other in outside.values():
+            if not all(map(fuser.is_fusible, other.members)) or again.is_forbidden(fuser, made, other):
+                continue
+            if {fuser.half(m) for m in other.members} != {fuser.half(op)}:
+                continue
+            old = [piece_of(g.members, fuser.position) for g in (own, other)]
+            whole = piece_of([op, *other.members], fuser.position)
+            new = [Piece(whole.ops, whole.inputs, [v for v in whole.outputs if v is not made])]
+            written = len(outside) > 1 or any(u.definition.terminator for u in again.through_views(made))
+            first = old[0].outputs if written else [v for v in old[0].outputs if v is not made]
+            if not first:
+                continue
+            new.insert(0, Piece(old[0].ops, old[0].inputs, first))
+
+            def refused(members: Sequence[Op]) -> str:
+                return why_not(fuser, piece_of(members, fuser.position))
+
+            choice = Choice(old, new, functools.partial(hand_over, fuser, made, {op}, own, [other], refused))
+            if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
+                yield choice
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

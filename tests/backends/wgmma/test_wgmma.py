@@ -141,7 +141,7 @@ def _(b, x, w, scale, r):
     y = b.mul(b.cast(b.contract(x, w, spec="abk,kn->abn"), dtype=F32), b.reshape(scale, shape=(*scale.type.shape, 1)))
     y = b.cast(b.add(y, b.cast(r, dtype=F32)), dtype=x.type.element)
     wide = b.cast(y, dtype=F32)
-    return [y, b.sum(wide, dims=(0, 1)), b.cast(b.sum(b.mul(wide, wide), dims=(2,)), dtype=x.type.element)]
+    return [y, b.sum(wide, dims=(0, 1)), b.cast(b.sum(b.mul(b.mul(wide, wide), 0.01), dims=(2,)), dtype=x.type.element)]
 
 
 for head in (64, 128):
