@@ -10,7 +10,8 @@ What counts is bytes: those that are kept, and those that computing again moves 
   be written for backward alone (`writes`). One that a convolution of backward reads has to be written again
   (`rewrites`), and so has one that a product reads (`products`), unless that waits for memory and can compute it while
   it reads (`tall_products.py`). On a GPU, where memory is fast and there is no budget, such a value, an activation or
-  what a norm gives, is kept instead (`WITHOUT_BUDGET`).
+  what a norm gives, is kept instead (`WITHOUT_BUDGET`), and so is one that is made of arguments of the step, such as
+  images in 16 bits, which would be read once more (`anew`).
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
   other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
@@ -83,11 +84,12 @@ class Limits:
     writes: float = 0.25
     rewrites: float = 0.5
     products: float = 0.5
+    anew: float = 0.0
     least: int = 4096  # values of fewer bytes are kept for nothing
 
 
 #: where bytes that move count more than those that are kept
-WITHOUT_BUDGET = Limits(products=1.25)
+WITHOUT_BUDGET = Limits(products=1.25, anew=1.0)
 
 
 def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
@@ -208,7 +210,10 @@ class Values:
 
     def cost_again(self, value: Value, surplus: int) -> int:
         """What computing a value again costs, where its op reads `surplus` bytes more than it makes."""
-        return int(self.limits.joins * surplus + self.rewritten.get(value, 0.0) * bytes_of(value))
+        rewritten, read = self.rewritten.get(value, 0.0), 0
+        if rewritten and value.op is not None and not any(is_made(base_of(v)) for v in value.op.operands):
+            read = sum(map(bytes_of, value.op.operands))
+        return int(self.limits.joins * surplus + self.limits.anew * read + rewritten * bytes_of(value))
 
     def sources(self, value: Value) -> list[Value] | None:
         """What a value is computed again from, beside what is there anyway; None where it cannot be."""
