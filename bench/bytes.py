@@ -61,6 +61,7 @@ from wholestep.runtime.compiled import laid_by_step  # noqa: E402
 from wholestep.training.build import build_step  # noqa: E402
 from wholestep.training.optimizers import plan_optimizer  # noqa: E402
 from wholestep.transforms import kept  # noqa: E402
+from wholestep.transforms.attention_sides import ATTENTION  # noqa: E402
 from wholestep.transforms.layout_prices import Timing, timed_by  # noqa: E402
 from wholestep.transforms.opportunity import take, transform, whatever  # noqa: E402
 from wholestep.transforms.recognise import recognise  # noqa: E402
@@ -101,6 +102,8 @@ class Guessed(Choices):
                 if not cudnn_ways.why_unsuited(region):
                     return Chosen("cudnn", "a guess", idle, (), seconds_of(region))
                 continue
+            if provider.name == "triton" and any(op.name in ATTENTION for op in region.ops):
+                continue  # (libraries' attentions with kernels beside them are taken to be faster)
             why = provider.claims(region)
             offers = [] if why else provider.offers(region)
             if offers:
