@@ -9,15 +9,9 @@ weight's gradient is made of is summed up on the way for that of a bias. Tall pr
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..ir.core import Op
-from . import again
-from .around import comes_back, take_along
-from .regions import base, piece_of
-from .tall_products import Choice, afters, heavy, is_tall, likely_orders, sizes_of, strides_of, take_faster, why_not
+from .tall_products import Choice, afters, beside, heavy, is_tall, likely_orders, sizes_of, strides_of, take_faster
 
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
@@ -36,46 +30,8 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
         return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
 
     take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
-    take_faster(fuser, heavy(fuser, beside(fuser, wide, able)))
+    alone = [op for op in wide if fuser.groups[op].members == [op]]
+    take_faster(fuser, heavy(fuser, filter(able, beside(fuser, alone))))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
-
-
-def beside(fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool]) -> Iterator[Choice]:
-    """Kernels that read nothing large but a factor of a product, each with the last product that stands alone and may
-    take it along."""
-    met: set[int] = set()
-    for op in reversed(products):
-        own = fuser.groups[op]
-        if own.members != [op]:
-            continue
-        for value in dict.fromkeys(map(base, op.operands)):
-            for user in dict.fromkeys(again.through_views(value)):
-                other = fuser.groups.get(user)
-                if other is None or other is own or id(other) in met or not other.members:
-                    continue
-                if {fuser.half(m) for m in other.members} != {fuser.half(op)} or not fuser.is_fusible(user):
-                    continue
-                old = [piece_of(g.members, fuser.position) for g in (own, other)]
-                large = {base(v) for v in old[1].inputs if v.type.bytes >= again.LEAST}
-                if large != {value} or any(v.type.bytes >= again.LEAST for v in old[1].outputs):
-                    continue
-                if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
-                    continue
-                whole = piece_of([*own.members, *other.members], fuser.position)
-                choice = Choice(old, [whole], functools.partial(take_beside, fuser, own, other))
-                if choice.worth_it and not why_not(fuser, whole) and able(choice):
-                    met.add(id(other))
-                    yield choice
-
-
-def apart(fuser: Fuser, one: Group, other: Group) -> bool:
-    """Whether one of two kernels needs what the other makes, by way of any others."""
-    return comes_back(fuser, one, other, None) or comes_back(fuser, other, one, None)
-
-
-def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
-    """One kernel of both, unless what was joined meanwhile stands between."""
-    if own.members and other.members and not apart(fuser, own, other):
-        take_along(fuser, own, other)

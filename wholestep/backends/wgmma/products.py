@@ -75,18 +75,12 @@ class Shape:
         return f"turns 128x128x64 s{self.stages} a{self.ahead} g{self.group}"
 
 
-class Wide(Contraction):
-    """A product beside which sums of its factors may stand."""
-
-    sums_factors = True
-
-
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
-        self.product = Wide(function, specs)
+        self.product = Contraction(function, specs)
         self.walk = self.product.walk
         self.check()
         self.vectors: list[Vector] = []
