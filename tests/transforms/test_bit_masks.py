@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from tests.dialects.loop.provider import run_fused
 from tests.plan.networks import Case
+from tests.plan.simulate import simulate
 from tests.runtime.runs import data
+from tests.transforms.test_fuse import program
+from wholestep.dialects.step import tensor_type
 from wholestep.ir.core import Op
 from wholestep.ir.passes import run_pipeline
 from wholestep.ir.verify import verify
+from wholestep.plan.planner import planned_function
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import bit_masks, kept, tall_products
+from wholestep.transforms.fuse import fuse
+from wholestep.transforms.loops import NotLoops, lowered
 from wholestep.transforms.opportunity import opportunities, take, transform
 from wholestep.transforms.recompute import is_late
 
@@ -102,3 +109,41 @@ def test_small_tensors_and_wide_products(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "a wide product takes along whole numbers alone" in reasons(case_of())
     monkeypatch.setattr(bit_masks, "LEAST", 1 << 20)
     assert reasons(case_of()) == {"what it is compared with is too small to be worth a tensor more"}
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_loops_pack_and_ask_bits(dim: int) -> None:
+    """The float64 reference of kernels against PyTorch, along every dimension."""
+
+    def build(b: Any, x: Any, bits: Any) -> list[Any]:
+        told = b.pack_bits(b.gt(x, 0.0), dim=dim)
+        return [told, b.select(b.unpack_bits(bits, dim=dim), x, 0.0)]
+
+    x = torch.randn(16, 8, 24)
+    packed = list(x.shape)
+    packed[dim] //= 8
+    bits = torch.randint(0, 256, packed, dtype=torch.uint8)
+    function = program([tensor_type(x), tensor_type(bits)], build)
+    wanted = Executable(function)([x, bits])
+    fusion = fuse(function)
+    assert sum(len(op.results) for op, _ in fusion.kernels) == 2
+    for mine, true in zip(run_fused(function, [x, bits], fusion), wanted, strict=True):
+        assert torch.equal(mine.to(true.dtype), true)
+
+
+def test_bits_are_not_read_where_they_are_made() -> None:
+    def build(b: Any, x: Any) -> list[Any]:
+        return [b.select(b.unpack_bits(b.pack_bits(b.gt(x, 0.0), dim=1), dim=1), x, 0.0)]
+
+    with pytest.raises(NotLoops, match="bits are packed where they are stored"):
+        lowered(program([tensor_type(torch.zeros(2, 8))], build))
+
+
+def test_a_plan_with_bits_gives_the_same() -> None:
+    def replayed(case: Case) -> list[torch.Tensor]:
+        planned = planned_function(case.program.function, torch.device("cpu"), case.numbers)
+        return simulate(planned.plan, planned.function, case.program.module, [x.clone() for x in case.inputs]).results
+
+    before, case = replayed(case_of()), case_of()
+    assert take(case.program.module, ["bit_masks"])
+    assert all(torch.equal(old, new) for old, new in zip(before, replayed(case), strict=True))

@@ -21,7 +21,7 @@ from ..dialects.strides import view_of
 from ..ir.core import Block, Op, Value
 from . import again, around
 from .around import comes_back, hand_over, take_along
-from .loops import NotLoops, lowered
+from .loops import REDUCTIONS, NotLoops, lowered
 from .regions import Piece, base, is_view, piece_of
 
 if TYPE_CHECKING:
@@ -131,14 +131,18 @@ def bytes_of(piece: Piece) -> int:
 
 def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Lets tall products take along what makes their factors, then what reads their results, then what makes factors
-    that others read as well; gives all kernels."""
+    that others read as well, then sums of what they read; gives all kernels."""
     tall = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
     take_faster(fuser, heavy(fuser, befores(fuser, tall)))
     images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
     take_faster(fuser, heavy(fuser, afters(fuser, products)))
     take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
+<<<<<<< HEAD
     take_faster(fuser, heavy(fuser, once_more(fuser, tall)))
+=======
+    take_faster(fuser, heavy(fuser, beside(fuser, tall)))
+>>>>>>> res
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -326,6 +330,7 @@ def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
     return bool(work) and told and all(map(fuser.is_fusible, maker.members))
 
 
+<<<<<<< HEAD
 # ---- once more for another reader ------------------------------------------------------------------------------------
 
 
@@ -359,6 +364,55 @@ def once_more(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
             choice = Choice(old, new, functools.partial(hand_over, fuser, made, {op}, own, [other], refused))
             if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
                 yield choice
+=======
+# ---- beside a product ------------------------------------------------------------------------------------------------
+
+
+def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+    """Kernels that sum something up and read nothing large but what a product reads, each with the last product that
+    may take it along."""
+    met: set[int] = set()
+    for op in reversed(products):
+        own = fuser.groups[op]
+        mine = piece_of(own.members, fuser.position)
+        for value in dict.fromkeys(base(v) for v in mine.inputs if v.type.bytes >= again.LEAST):
+            for user in dict.fromkeys(again.through_views(value)):
+                other = fuser.groups.get(user)
+                if other is None or other is own or id(other) in met or not other.members:
+                    continue
+                if {fuser.half(m) for m in other.members} != {fuser.half(op)} or not fuser.is_fusible(user):
+                    continue
+                theirs = piece_of(other.members, fuser.position)
+                large = {base(v) for v in theirs.inputs if v.type.bytes >= again.LEAST}
+                if large != {value} or any(v.type.bytes >= again.LEAST for v in theirs.outputs):
+                    continue
+                if not sums_along(other.members, sizes_of(op)[2]):
+                    continue
+                if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
+                    continue
+                whole = piece_of([*own.members, *other.members], fuser.position)
+                choice = Choice([mine, theirs], [whole], functools.partial(take_beside, fuser, own, other))
+                if choice.worth_it and not why_not(fuser, whole):
+                    met.add(id(other))
+                    yield choice
+
+
+def sums_along(ops: Iterable[Op], length: int) -> bool:
+    """Whether some ops reduce something, and whatever they reduce is so long."""
+    reduced = [op for op in ops if op.name in REDUCTIONS]
+    return bool(reduced) and all(op.operands[0].type.size == length * op.results[0].type.size for op in reduced)
+
+
+def apart(fuser: Fuser, one: Group, other: Group) -> bool:
+    """Whether one of two kernels needs what the other makes, by way of any others."""
+    return comes_back(fuser, one, other, None) or comes_back(fuser, other, one, None)
+
+
+def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
+    """One kernel of both, unless what was joined meanwhile stands between."""
+    if own.members and other.members and not apart(fuser, own, other):
+        take_along(fuser, own, other)
+>>>>>>> res
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

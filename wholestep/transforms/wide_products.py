@@ -10,6 +10,7 @@ are what it takes along. Tall products, which wait for memory, are `tall_product
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +34,11 @@ from .tall_products import (
     take_faster,
     why_not,
 )
+=======
+from typing import TYPE_CHECKING
+
+from .tall_products import Choice, afters, beside, heavy, is_tall, likely_orders, sizes_of, strides_of, take_faster
+>>>>>>> res
 
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
@@ -53,6 +59,7 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
         assert fuser.follows is not None
         return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
 
+<<<<<<< HEAD
     take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide)), LEAST))
     cuts: list[Group] = []
     take_faster(fuser, heavy(fuser, filter(able, up_to_sums(fuser, products, cuts))))
@@ -170,3 +177,11 @@ def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
     """One kernel of both, unless what was joined meanwhile stands between."""
     if own.members and other.members and not apart(fuser, own, other):
         take_along(fuser, own, other)
+=======
+    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
+    alone = [op for op in wide if fuser.groups[op].members == [op]]
+    take_faster(fuser, heavy(fuser, filter(able, beside(fuser, alone))))
+    joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
+    known = {id(g) for g in groups}
+    return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
+>>>>>>> res

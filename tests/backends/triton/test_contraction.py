@@ -164,7 +164,15 @@ def _(b, x, w, bits):
 @case("a computed factor beside another, and by itself", (300, 40), (300, 24), ((24,), F32))
 def _(b, g, y, shift):
     x = b.relu(b.cast(b.add(b.cast(y, dtype=F32), shift), dtype=g.type.element))
-    return b.contract(b.concat([g, x], dim=1), x, spec="ka,kc->ac")
+    both = b.contract(b.concat([g, x], dim=1), x, spec="ka,kc->ac")
+    return [both, b.mul(b.sum(b.cast(x, dtype=F32), dims=(0,)), 0.5)]
+
+
+@case("sums of both factors beside a product and of its result", (300, 40), (300, 24))
+def _(b, x, y):
+    made = b.contract(x, b.exp(y), spec="ka,kc->ac")
+    sums = [b.sum(b.cast(v, dtype=F32), dims=(0,)) for v in (x, b.exp(y))]
+    return [made, *sums, b.sum(b.cast(made, dtype=F32), dims=(0, 1))]
 
 
 @case("two tensors side by side on load, of which one is computed and asked once more", (70, 40), (70, 24), (64, 24))
@@ -438,6 +446,8 @@ def test_every_configuration(child: Ask) -> None:
         "long sum, batches, extremes",
         "long sum, batches",
         "something else is computed from factors and stored",
+        "a computed factor beside another, and by itself",
+        "sums of both factors beside a product and of its result",
     ],
 )
 def test_split_sums(child: Ask, name: str) -> None:

@@ -101,9 +101,6 @@ class Contraction:
     rows: where it walks windows by their rows.
     """
 
-    #: whether sums of a factor along what the product sums over, such as a bias gradient, may stand beside it
-    sums_factors = False
-
     def __init__(self, function: Op, specs: Sequence[Spec], rows: Rows | None = None):
         self.rows = rows
         reason = unsupported(specs, function)
@@ -113,7 +110,8 @@ class Contraction:
         self.find_products()
         self.dot, self.parts = self.dots[0], len(self.dots)
         sums = [op for op in self.walk.ops if op.definition is Reduce and op not in self.dots]
-        self.beside = [op for op in sums if self.sums_factors and self.summed_factor(op) is not None]
+        #: sums of a factor along what the product sums over, such as a bias gradient
+        self.beside = [op for op in sums if self.summed_factor(op) is not None]
         self.others = [op for op in sums if op not in self.beside]
         self.behind: dict[Value, frozenset[Op]] = {}
         for op in self.walk.ops:
@@ -134,13 +132,17 @@ class Contraction:
 
     def summed_factor(self, op: Op) -> int | None:
         """The number of the factor that a reduction sums up as the product does; None of any other."""
-        value = op.operands[0]
-        while value.op is not None and value.op.definition is Apply and value.op.attributes["fn"] == "cast":
-            value = value.op.operands[0]
-        load = value.op
         real = {d for d in op.attributes["dims"] if self.walk.sizes[d] != 1}
         summed = {d for d in self.dots[0].attributes["dims"] if self.walk.sizes[d] != 1}
-        if load is None or load.definition is not Load or real != summed or not self.adds(op):
+        if real != summed or not self.adds(op) or len(self.dots) > 1 or self.rows is not None:
+            return None
+        value = op.operands[0]
+        while value not in self.factors and value.op is not None and value.op.attributes.get("fn") == "cast":
+            value = value.op.operands[0]
+        if value in self.factors:
+            return self.factors.index(value)
+        load = value.op
+        if load is None or load.definition is not Load:
             return None
         access = self.walk.accesses[load]
         for number, factor in enumerate(self.factors):
@@ -258,6 +260,12 @@ class Contraction:
             raise NoText("an output does not lie along the rows and columns of the product")
         if any(op not in self.stored_with(0) + self.stored_with(1) for op in self.early):
             raise NoText("an output lies along a part of a factor")
+        if self.beside and self.groups["z"]:
+            raise NoText("it sums a factor up beside products of several batches")
+        for op in self.aside:
+            sides = {"mn"[self.summed_factor(r)] for r in self.behind[op.operands[0]] & set(self.beside)}  # type: ignore[index]
+            if self.behind[op.operands[0]] - set(self.beside) or [*sides] != [*self.kept(op)]:
+                raise NoText("an output is made of sums of a factor and of something else")
         if self.early and self.rows is not None:
             raise NoText("it stores a factor that is walked by rows of windows")
         if self.parts > 1:
@@ -327,6 +335,7 @@ class Contraction:
         """
         alone = (
             not self.groups["z"]
+            and not self.beside
             and not self.meets
             and self.parts == 1
             and (self.rows is not None or len(self.groups["k"]) == 1)

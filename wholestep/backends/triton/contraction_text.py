@@ -4,9 +4,9 @@ The first function walks tiles of the summed dimension with `tl.dot` and then wr
 result leave one partial sum per tile, which further functions add up in a fixed order. Where the summed dimension is
 split over programs, a second function adds up the parts, writes the results and sums them up. Where it is short, a
 program may stay for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
-Outputs that lie as a factor does are stored where that is computed, by one of the programs that compute it. Where
-results are read at several places at once, a tile has the columns of each, one run after the other, and its sums come
-apart by these.
+Sums of a factor are taken in the same walk, and finished as those of the result are. Outputs that lie as a factor
+does are stored where that is computed, by one of the programs that compute it. Where results are read at several
+places at once, a tile has the columns of each, one run after the other, and its sums come apart by these.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class Writer:
         #: the rows and columns of a program that adds up what programs have that share a sum
         self.high, self.wide = self.added_axes()
         self.partials = [self.partial(own) for own in product.sums]
+        #: of sums of a factor, a row per part of what is summed over
+        self.asides = [self.aside(op) for op in product.beside]
 
     def generated(self) -> Generated:
         if self.tile.programs:
@@ -166,6 +168,9 @@ class Writer:
         blocks = -(-size // tile.k)
         each = -(-blocks // tile.split) * tile.k
         result.line(f"total = tl.zeros(({tile.m}, {tile.n}), tl.float32)")
+        for number, made in enumerate(self.asides):
+            shape = (tile.m, 1) if made.sum.kept == ("m",) else (1, tile.n)
+            result.line(f"aside{number} = tl.zeros({shape}, tl.float32)")
         result.line(f"for k in tl.range(0, {each if tile.split > 1 else size}, {tile.k}, num_stages={tile.stages}):")
         texts = []
         for side, factor, ops in zip(sides, (row, column), targets, strict=True):
@@ -178,6 +183,10 @@ class Writer:
             side.ready(side.needed(ops))
             texts.append(self.factor(side, factor))
         sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{self.precision})")
+        for number, made in enumerate(self.asides):
+            own = "mn".index(made.sum.kept[0])
+            sides[0].line(f"aside{number} += tl.sum(({texts[own]}).to(tl.float32), {1 - own}, keep_dims=True)")
+        self.keep_asides(result, sides)
         grid = self.z.size * self.m.blocks * self.n.blocks
         self.texts.append((result, grid * tile.split, tile.warps))
         for side in sides:
@@ -187,6 +196,17 @@ class Writer:
             self.split(result)
             return
         self.after(result)
+
+    def keep_asides(self, text: Side, sides: Sequence[Side]) -> None:
+        """Writes the sums of factors, by the first of those programs that read the same of a factor."""
+        part = "part" if self.tile.split > 1 else "0"
+        for number, made in enumerate(self.asides):
+            (name,) = made.sum.kept
+            own, other = (sides[0], self.n) if name == "m" else (sides[1], self.m)
+            program = "column" if other is self.n else "row"
+            mask = own.mask([own.axes[1]], [f"({program} == 0)"] if other.blocks > 1 else [])
+            place = f"{part} * {made.sum.width} + {name}"
+            text.line(f"tl.store(p{made.argument} + ({place}), aside{number}{f', mask={mask}' if mask else ''})")
 
     def stays(self) -> None:
         """The product by programs that stay for many tiles of rows; a longer sum is written round by round."""
@@ -241,7 +261,7 @@ class Writer:
         for a, b in rounds:
             text.helpers |= a.helpers | b.helpers
         self.texts.append((text, tile.programs, tile.warps))
-        self.finish(self.partials)
+        self.finish([*self.partials, *self.asides])
 
     def round(self, lines: list[str], first: int) -> tuple[Side, Side]:
         """The sides of one round over the summed dimension."""
@@ -293,7 +313,7 @@ class Writer:
         for number, own in enumerate(product.sums):
             if own.op in totals:
                 self.keep(piece, number, own, totals[own.op])
-        self.finish(self.partials)
+        self.finish([*self.partials, *self.asides])
 
     def places(self, text: Text) -> None:
         """The tile of a program: rows of tiles in groups, so that neighbours in time read the same columns."""
@@ -389,7 +409,7 @@ class Writer:
         for made in self.partials:
             added.line(f"tl.store(p{made.argument} + pid, {self.part_of(added, made.sum).text})")
         self.texts.append((added, count * y.blocks * x.blocks, 4))
-        self.finish(self.partials)
+        self.finish([*self.partials, *self.asides])
 
     def added_axes(self) -> tuple[Axis, Axis]:
         """More rows at a time where the result is summed up: partial sums are fewer."""
@@ -410,6 +430,15 @@ class Writer:
         for name, there in zip("zmn", blocks, strict=True):
             rows *= 1 if name in own.kept else there
         made = Partials(own, 0, rows)
+        made.argument = self.memory(made.spec)
+        return made
+
+    def aside(self, op: Op) -> Partials:
+        """The memory of a factor's partial sums."""
+        number = self.product.summed_factor(op)
+        assert number is not None
+        name = "mn"[number]
+        made = Partials(Sum(op, (name,), self.product.size[name]), 0, self.tile.split)
         made.argument = self.memory(made.spec)
         return made
 
@@ -444,9 +473,9 @@ class Writer:
         folded: list[Partials] = []
         for (rows, width), own in alike.items():
             folded += self.fold(own) if rows > MOST_PARTIALS * (SINGLE if width == 1 else 1) else own
-        kinds = dict.fromkeys(self.product.kept(op) for op in self.product.after)
-        for number, kept in enumerate(kinds):
-            stores = [op for op in self.product.after if self.product.kept(op) == kept]
+        ends = [*self.product.after, *self.product.aside]
+        for number, kept in enumerate(dict.fromkeys(map(self.product.kept, ends))):
+            stores = [op for op in ends if self.product.kept(op) == kept]
             self.finished(f"finish{number}", kept, stores, folded)
 
     def fold(self, given: Sequence[Partials]) -> list[Partials]:

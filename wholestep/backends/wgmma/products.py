@@ -81,12 +81,6 @@ class Shape:
         return f"s{self.stages} a{self.ahead} g{self.group}{' stays' if self.stays else ''}"
 
 
-class Wide(Contraction):
-    """A product beside which sums of its factors may stand."""
-
-    sums_factors = True
-
-
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
 
@@ -95,7 +89,7 @@ class Product:
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
-        self.product = Wide(function, specs)
+        self.product = Contraction(function, specs)
         self.walk = self.product.walk
         self.check()
         self.vectors: list[Vector] = []
