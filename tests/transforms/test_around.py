@@ -247,8 +247,8 @@ def test_a_step_whose_provider_refuses_them_runs_the_loops_and_the_convolution_a
         (lambda b, x, m, r, w, dz: [(z := b.conv(x, w, **WINDOW)), b.amax(z, dims=DIMS)], "no sum per channel"),
         (lambda b, x, m, r, w, dz: [(z := b.conv(x, w, **WINDOW)), b.relu(z)], "not one image is written"),
         (lambda b, x, m, r, w, dz: [b.relu(b.conv(x, w, **WINDOW))], "nothing is summed up"),
-        (lambda b, x, m, r, w, dz: [b.cast_to((z := b.conv(x, w, **WINDOW)), BF16), b.sum(z, dims=DIMS)], "another type"),
-        (lambda b, x, m, r, w, dz: [b.sub((z := b.conv(x, w, **WINDOW)), per_channel(b, b.sum(z, dims=DIMS)))], "waits"),
+        (lambda b, x, m, r, w, dz: [b.cast((z := b.conv(x, w, **WINDOW)), dtype=BF16), b.sum(z, dims=DIMS)], "type"),
+        (lambda b, x, m, r, w, dz: [b.sub((z := b.conv(x, w, **WINDOW)), per_channel(b, b.sum(z, dims=DIMS)))], "wait"),
     ],
 )  # fmt: skip
 def test_reasons(build: Build, why: str) -> None:

@@ -229,7 +229,7 @@ def neighbours_of(region: Region, sides: Sides) -> Neighbours:
 def tensors_of(
     region: Region, values: Sequence[Value], made: Value | None = None, stored: Value | None = None
 ) -> list[int]:
-    """Where values are among the tensors of a region; what a convolution made where that is stored that is made of it."""
+    """Where values are among the tensors of a region; in place of what a convolution made what is stored of it."""
     block = region.body.regions[0].block
     assert block.last is not None
     found = []

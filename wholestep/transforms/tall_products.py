@@ -4,7 +4,8 @@ Such a product has so few multiplications per element that it waits for memory: 
 what is done to those that it makes (BatchNorm's sums, a residual gradient), costs next to nothing inside of it. Whether
 one kernel really is faster than a library's product and kernels beside it is measured, for all readers of a value
 together: it is either written once or computed by each of them. What others than such products read as well, such as a
-residual sum, is written by the one that computes it on the way. A convolution of few channels, such as that of a
+residual sum, is written by the one that computes it on the way. Who must wait for other readers of a wide result
+computes the product once more instead of reading it. A convolution of few channels, such as that of a
 photograph, is such a product for those who sum up what it makes.
 """
 
@@ -33,7 +34,7 @@ RIDGE = 256
 TALL = 8
 #: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
 #: kernels take long to compile, but equal ones only once
-WORTH, LEAST = 0.05, 1 << 27
+WORTH, LEAST = 0.05, 96 << 20
 #: how many times as large as what a product reads its result must be, that it is computed twice
 WIDER = 2
 #: elements in a row of a window up to which a convolution is such a product

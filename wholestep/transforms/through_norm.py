@@ -8,8 +8,10 @@ the product y = x W', so that it follows from x, which is smaller where W makes 
     dx = g (e W) - x (W' q W) + a vector
 
 The gradient of BatchNorm's weight is the sum over W times g' x. Three readers of y become readers of x, and backward
-need not keep y. With x beside g in one memory (`plan/joins.py`) both products of g are one with those of x. Sums are in
-f32 and in another order; what BatchNorm gives is not rounded in between.
+need not keep y. Where an activation stands behind the norm, g is computed from y; that is no loss where the kernel that
+makes g reads y anyway, as that of a depthwise convolution's gradient does (`around.py`). With x beside g in one memory
+(`plan/joins.py`) both products of g are one with those of x. Sums are in f32 and in another order; what BatchNorm gives
+is not rounded in between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loops around an anchor (`transforms/around.py`) as Triton functions that a kernel calls on its loads and its stores.
 
 `before(value, known)` makes what a kernel reads; `after(value, seen, known)` gives what it sums over what it makes, and
-at the end what it stores where that is not the value itself; `ends` turns the sums into results. Numbers per channel are read once (`..._once`), and a chain of sums and products
-with them is one multiply-add per element.
+at the end what it stores where that is not the value itself; `ends` turns the sums into results. Numbers per channel
+are read once (`..._once`), and a chain of sums and products with them is one multiply-add per element.
 """
 
 from __future__ import annotations
