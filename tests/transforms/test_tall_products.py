@@ -406,17 +406,11 @@ def test_triton_writes_what_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(op_by_op(region)(*(torch.zeros(s.shape, dtype=s.dtype) for s in specs))) == len(region.results)
         return [float(sum(v.type.bytes for v in (*p.inputs, *p.outputs))) for p in pieces]
 
-<<<<<<< HEAD
     monkeypatch.setattr(tall_products, "WIDER", 1)
-    for build in (forward, backward, residual, beside, told, side_by_side, gated, widened):
+    builds = (forward, backward, residual, beside, told, side_by_side)
+    for least, build in [(0, b) for b in builds] + [(4096, b) for b in (*builds, gated, widened)]:
+        monkeypatch.setattr(again, "LEAST", least)
         bodies = Bodies()
         fuse(of(build), bodies=bodies, seconds=clock, alone=is_held)
-=======
-    for least in (0, 4096):
-        monkeypatch.setattr(again, "LEAST", least)
-        for build in (forward, backward, residual, beside, told, side_by_side):
-            bodies = Bodies()
-            fuse(of(build), bodies=bodies, seconds=clock, alone=is_held)
->>>>>>> res
     assert len(refused) > 12
     assert not {*refused} - {""}

@@ -139,11 +139,8 @@ def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
     take_faster(fuser, heavy(fuser, afters(fuser, products)))
     take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
-<<<<<<< HEAD
     take_faster(fuser, heavy(fuser, once_more(fuser, tall)))
-=======
     take_faster(fuser, heavy(fuser, beside(fuser, tall)))
->>>>>>> res
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -331,7 +328,6 @@ def makes_only(fuser: Fuser, maker: Group, value: Value) -> bool:
     return bool(work) and told and all(map(fuser.is_fusible, maker.members))
 
 
-<<<<<<< HEAD
 # ---- once more for another reader ------------------------------------------------------------------------------------
 
 
@@ -365,11 +361,14 @@ def once_more(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
             choice = Choice(old, new, functools.partial(hand_over, fuser, made, {op}, own, [other], refused))
             if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
                 yield choice
-=======
+
+
 # ---- beside a product ------------------------------------------------------------------------------------------------
 
 
-def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
+def beside(
+    fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool] = lambda choice: True
+) -> Iterator[Choice]:
     """Kernels that sum something up and read nothing large but what a product reads, each with the last product that
     may take it along."""
     met: set[int] = set()
@@ -393,7 +392,7 @@ def beside(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                     continue
                 whole = piece_of([*own.members, *other.members], fuser.position)
                 choice = Choice([mine, theirs], [whole], functools.partial(take_beside, fuser, own, other))
-                if choice.worth_it and not why_not(fuser, whole):
+                if choice.worth_it and not why_not(fuser, whole) and able(choice):
                     met.add(id(other))
                     yield choice
 
@@ -413,7 +412,6 @@ def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
     """One kernel of both, unless what was joined meanwhile stands between."""
     if own.members and other.members and not apart(fuser, own, other):
         take_along(fuser, own, other)
->>>>>>> res
 
 
 # ---- how tensors will lie --------------------------------------------------------------------------------------------

@@ -10,20 +10,20 @@ are what it takes along. Tall products, which wait for memory, are `tall_product
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..dialects.step.reductions import Reduction
 from ..ir.core import Op, Value
 from . import again
-from .around import comes_back, makers_of, take_along
+from .around import makers_of, take_along
 from .regions import base, piece_of
 from .tall_products import (
     Choice,
     afters,
+    beside,
     has_wide_windows,
     heavy,
     is_tall,
@@ -34,11 +34,6 @@ from .tall_products import (
     take_faster,
     why_not,
 )
-=======
-from typing import TYPE_CHECKING
-
-from .tall_products import Choice, afters, beside, heavy, is_tall, likely_orders, sizes_of, strides_of, take_faster
->>>>>>> res
 
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
@@ -59,11 +54,11 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
         assert fuser.follows is not None
         return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
 
-<<<<<<< HEAD
     take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide)), LEAST))
     cuts: list[Group] = []
     take_faster(fuser, heavy(fuser, filter(able, up_to_sums(fuser, products, cuts))))
-    take_faster(fuser, heavy(fuser, beside(fuser, products, able)))
+    alone = [op for op in products if fuser.groups[op].members == [op]]
+    take_faster(fuser, heavy(fuser, beside(fuser, alone, able)))
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in (*groups, *cuts) if g.members] + [g for g in joined.values() if id(g) not in known]
@@ -138,50 +133,3 @@ def take_part(
 def is_wide(op: Op) -> bool:
     """Whether an op may take along what reads its result."""
     return (bool(sizes_of(op)) and not is_tall(op)) or has_wide_windows(op)
-
-
-def beside(fuser: Fuser, products: Sequence[Op], able: Callable[[Choice], bool]) -> Iterator[Choice]:
-    """Kernels that read nothing large but a factor of a product, each with the last product that stands alone and may
-    take it along."""
-    met: set[int] = set()
-    for op in reversed(products):
-        own = fuser.groups[op]
-        if own.members != [op]:
-            continue
-        for value in dict.fromkeys(map(base, op.operands)):
-            for user in dict.fromkeys(again.through_views(value)):
-                other = fuser.groups.get(user)
-                if other is None or other is own or id(other) in met or not other.members:
-                    continue
-                if {fuser.half(m) for m in other.members} != {fuser.half(op)} or not fuser.is_fusible(user):
-                    continue
-                old = [piece_of(g.members, fuser.position) for g in (own, other)]
-                large = {base(v) for v in old[1].inputs if v.type.bytes >= again.LEAST}
-                if large != {value} or any(v.type.bytes >= again.LEAST for v in old[1].outputs):
-                    continue
-                if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
-                    continue
-                whole = piece_of([*own.members, *other.members], fuser.position)
-                choice = Choice(old, [whole], functools.partial(take_beside, fuser, own, other))
-                if choice.worth_it and not why_not(fuser, whole) and able(choice):
-                    met.add(id(other))
-                    yield choice
-
-
-def apart(fuser: Fuser, one: Group, other: Group) -> bool:
-    """Whether one of two kernels needs what the other makes, by way of any others."""
-    return comes_back(fuser, one, other, None) or comes_back(fuser, other, one, None)
-
-
-def take_beside(fuser: Fuser, own: Group, other: Group) -> None:
-    """One kernel of both, unless what was joined meanwhile stands between."""
-    if own.members and other.members and not apart(fuser, own, other):
-        take_along(fuser, own, other)
-=======
-    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide))))
-    alone = [op for op in wide if fuser.groups[op].members == [op]]
-    take_faster(fuser, heavy(fuser, filter(able, beside(fuser, alone))))
-    joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
-    known = {id(g) for g in groups}
-    return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
->>>>>>> res
