@@ -386,7 +386,7 @@ def beside(
                 large = {base(v) for v in theirs.inputs if v.type.bytes >= again.LEAST}
                 if large != {value} or any(v.type.bytes >= again.LEAST for v in theirs.outputs):
                     continue
-                if not sums_along(other.members, sizes_of(op)[2]):
+                if not sums_along(other.members, sizes_of(op)[2]) or not sums_factor(op, own, other):
                     continue
                 if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
                     continue
@@ -401,6 +401,23 @@ def sums_along(ops: Iterable[Op], length: int) -> bool:
     """Whether some ops reduce something, and whatever they reduce is so long."""
     reduced = [op for op in ops if op.name in REDUCTIONS]
     return bool(reduced) and all(op.operands[0].type.size == length * op.results[0].type.size for op in reduced)
+
+
+def sums_factor(op: Op, own: Group, other: Group) -> bool:
+    """Whether what a kernel sums up is a factor of a product, as far as both are computed from the same."""
+    factors = [made_of(v, own.members) for v in op.operands]
+    return all(made_of(o.operands[0], other.members) in factors for o in other.members if o.name in REDUCTIONS)
+
+
+def made_of(value: Value, members: Sequence[Op]) -> object:
+    """How some ops make a value; how it is seen or cast does not count."""
+    value = base(value)
+    if value.op is None or value.op not in members:
+        return value
+    if value.op.name == "step.cast":
+        return made_of(value.op.operands[0], members)
+    attributes = {k: v for k, v in value.op.attributes.items() if k != "phase"}
+    return value.op.name, str(sorted(attributes.items())), *(made_of(v, members) for v in value.op.operands)
 
 
 def apart(fuser: Fuser, one: Group, other: Group) -> bool:
