@@ -23,6 +23,9 @@ from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
 
+#: times that a table is smaller than a region's largest operand
+SMALL = 16
+
 
 def region_of(
     body: Op,
@@ -66,9 +69,11 @@ def as_heads_lie(anchor: Op, type: TensorType) -> tuple[int, ...] | None:
 
 def as_product_lies(body: Op, operands: Sequence[Spec]) -> list[tuple[int, ...]]:
     """Strides of the results of a region around one product, as they would be if the product were written row by row
-    and the rest kept to that; none where operands lie otherwise. Heads that were split off its columns stay there."""
+    and the rest kept to that; none where large operands lie otherwise (tables of rotary positions may). Heads that were
+    split off its columns stay there."""
     block = body.regions[0].block
-    plain = all(s.strides == row_major(s.shape) for s in operands)
+    most = max((s.bytes for s in operands), default=0)
+    plain = all(s.strides == row_major(s.shape) for s in operands if s.bytes * SMALL >= most)
     if not plain or [op.name for op in block].count("step.contract") != 1:
         return []
     assert block.last is not None
