@@ -60,7 +60,7 @@ def run(function: Op, inputs: list[torch.Tensor], **options: Any) -> Any:
     fusion = fuse(function, **options)
     verify(root_of(function))
     for mine, true in zip(run_fused(function, inputs, fusion), wanted, strict=True):
-        torch.testing.assert_close(mine.to(true.dtype), true, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.float(), true, rtol=1e-5, atol=1e-5)
     return fusion
 
 
@@ -138,30 +138,3 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         for mine, true in zip(run_fused(drawn.function, drawn.inputs, fusion), wanted, strict=True):
             torch.testing.assert_close(mine, true, rtol=1e-8, atol=1e-10, msg=lambda m: f"seed {seed}: {m}")  # noqa: B023
     assert count > 8
-
-
-def spread(stride: int) -> Any:
-    """As in backward of BatchNorm, relu and max pooling: what is spread over the image is summed up, then used."""
-
-    def build(b: Any, y: Any, dy: Any) -> list[Any]:
-        window = {"kernel": (3, 3), "stride": (stride, stride), "padding": (1, 1), "dilation": (1, 1)}
-        _, won = b.max_pool(y, **window)
-        given = b.max_pool_grad(dy, won, input_shape=y.type.shape, **window)
-        masked = b.select(b.le(y, 0.0), 0.0, given)
-        total = b.mul(b.sum(masked, dims=(0, 2, 3), keepdim=True), 1e-3)
-        return [won, b.mul(b.sub(masked, total), y)]
-
-    return build
-
-
-@pytest.mark.parametrize("stride", [2, 1])
-def test_what_a_smaller_gradient_is_spread_into_is_not_written(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where windows overlap at every step the gradient is as large as the image: it is spread once."""
-    monkeypatch.setattr(again, "LEAST", 0)
-    side = 24
-    types = [TensorType((8, 3, n, n), F32) for n in (side, side // stride)]
-    torch.manual_seed(0)
-    function = program(types, spread(stride))
-    run(function, [torch.randn(t.shape) for t in types])
-    whole = [sum(v.type is types[0] for v in op.results) for op in regions_of(function)]
-    assert sum(whole) == (1 if stride == 2 else 2)

@@ -32,8 +32,6 @@ CHEAP = frozenset(
 )
 #: and those that may run once more per kernel all the same
 RUN_AGAIN = CHEAP | {f"step.{n}" for n in ("sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum")}
-#: those that read every element of something smaller a few times, and how much smaller that must be
-SPREADS, SMALLER = frozenset({"step.max_pool_grad"}), 2
 #: the least bytes of a tensor that is worth it, the most ops that make it, the most kernels that compute it
 LEAST, OPS, READERS = 1 << 20, 32, 3
 #: how often all kernels are gone through: what one has taken over may let it hand on less
@@ -191,7 +189,7 @@ def note(fuser: Fuser, groups: Sequence[Group]) -> None:
     for handed in handed_on(fuser, groups):
         maker = handed.value.op
         assert maker is not None
-        if not runs_again(maker) and not issubclass(maker.definition, RowNorm):
+        if maker.name not in RUN_AGAIN and not issubclass(maker.definition, RowNorm):
             continue
         key = site(fuser, handed.value, handed.readers)
         fuser.fusion.handed[key] = handed.bytes, handed.why or fuser.tried.get(key, "")
@@ -258,7 +256,7 @@ def makers(value: Value, members: set[Op]) -> set[Op]:
         assert op is not None
         if op in found:
             continue
-        if op in members and not runs_again(op):
+        if op in members and (op.name not in RUN_AGAIN or len(op.results) != 1):
             if op is value.op or any(r in found_operands(found) and not leaves_kernel(r, members) for r in op.results):
                 return set()
             continue
@@ -267,15 +265,6 @@ def makers(value: Value, members: set[Op]) -> set[Op]:
         found.add(op)
         pending += [v.op for v in op.operands if v.op is not None]
     return found if sum(not is_view(op) for op in found) <= OPS else set()
-
-
-def runs_again(op: Op) -> bool:
-    """Whether an op may run once more per kernel: it is cheap, or spreads something smaller."""
-    if len(op.results) != 1:
-        return False
-    return op.name in RUN_AGAIN or (
-        op.name in SPREADS and op.results[0].type.size >= SMALLER * op.operands[0].type.size
-    )
 
 
 def found_operands(ops: Iterable[Op]) -> set[Value]:
