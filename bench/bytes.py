@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from wholestep.api import (  # noqa: E402
     DEFAULTS,
     FIRST,
-    LAST,
     PIPELINE,
     argument_strides,
     host_numbers,
@@ -145,7 +144,6 @@ def planned(workload: Workload) -> Planned:
         transform(program.module, whatever(FIRST), levels=range(1, options.level + 1))
     take(program.module, [d.name for d in DEFAULTS if d.suits(options.level, "cuda", True, True)], (), GPU)
     kept.cut(program.module, limits=kept.WITHOUT_BUDGET)
-    take(program.module, LAST, (), GPU)
     run_pipeline(program.module, "cse,dce")
     choose_attentions(program.module, GPU, tune=False)
     choices = Guessed(GPU, providers_for(GPU, ("aten", "triton")))

@@ -116,8 +116,6 @@ DEFAULTS = (
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
     Default("row_gradients", fused=True),  # who does not fuse would write the whole gradient all the same
 )
-#: and what is taken once it is decided what backward reads, on CUDA where kernels are generated
-LAST = ("bit_masks",)
 
 
 def compile(
@@ -306,8 +304,6 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         quick = device.type == "cuda" and options.memory_budget is None
         recipe += kept.cut(program.module, not_fused(options.forbid), kept.WITHOUT_BUDGET if quick else None)
-        if device.type == "cuda":
-            recipe += take(program.module, LAST, not_fused(options.forbid), device)
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     timed = 0.0 if layout_clock is None else layout_clock.close()
     attentions = attentions_of(step, program, device)
