@@ -130,7 +130,7 @@ def test_what_is_taken_along() -> None:
     assert windows.why_not(region(sums)) == "" and all("rows" in o.name for o in windows.offers(region(sums)))
     assert "walks rows of windows" in windows.why_not(region(sums, torch.contiguous_format))
     assert "once for each tap" in windows.why_not(region(before))
-    assert "no number per channel" in windows.why_not(region(after))
+    assert "not one image is written" in windows.why_not(region(after))
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def test_trains_as_eager_does(name: str) -> None:
     [
         # forward: the first, one for three layers, the last; backward: two each, but for the input of all
         (Attention, 2 * 2 + 1, 2 * 4 + 1),
-        # values are kept for backward, which must not keep the others; these may take along how they are turned, apart
-        (lambda: Attention(bias=False, turned=True), 2 * 4 + 1, 2 * 4 + 1),
+        # what backward reads, values, must not keep what it does not read
+        (lambda: Attention(bias=False, turned=True), 2 * 3 + 1, 2 * 4 + 1),
         (Gated, 2 * 2 + 1, 2 * 4 + 1),
         (lambda: Gated(third=True), 2 * 2 + 1, 2 * 4 + 1),
         # rows of 20 bytes are not read in parts; backward reads no parts of rows
@@ -151,6 +151,14 @@ def test_what_becomes_one_product(make: Callable[[], nn.Module], forward: int, b
     assert (products(case.program.module, "forward"), products(case.program.module, "backward")) == (forward, backward)
     assert len(done) == (0 if backward == 2 * 8 + 1 else 2)
     assert all(o.why_not for o in transformations()["shared_input"].find(case.program.module))
+
+
+def test_in_16_bits_what_is_turned_alone_is_left_to_its_product() -> None:
+    case = Case((net(lambda: Attention(bias=False, turned=True)), loss_of, batch()), "sgd", precision="bf16")
+    assert len(take(case.program.module, ("shared_input",))) == 2
+    run_pipeline(case.program.module, "cse,dce")
+    assert products(case.program.module, "forward") == 2 * 4 + 1  # all apart; backward has them joined
+    assert products(case.program.module, "backward") == 2 * 4 + 1
 
 
 class Read(nn.Module):

@@ -490,7 +490,7 @@ class Choices:
         except Exception as error:  # what was made up for operands does not suit the ops
             contest.give_up(first_line(error))
             return
-        spares, ran = self.spares(region), list[tuple[float, Way]]()
+        spares, ran = self.spares(region, trial.inputs), list[tuple[float, Way]]()
         best = math.inf if contest.best is None else contest.best[0]
         for provider, offer, run in usable:
             scratch = [empty(s, self.device) for s in offer.scratch]
@@ -544,15 +544,18 @@ class Choices:
         """Whether ATen is not timed: its first call takes as long as all the others, and little could be won."""
         return starts_slowly(region) and not self.products and best < LITTLE * region.bytes / self.bandwidth
 
-    def spares(self, region: Region) -> list[list[torch.Tensor]]:
+    def spares(self, region: Region, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Other operands and results, which a kernel is timed on in turns: one that finds its tensors in a GPU's cache
         tells little of one that does not, as most do in a step."""
         if self.device.type != "cuda" or not (is_product(region) or FROM <= region.bytes < UP_TO):
             return []
         free = torch.cuda.mem_get_info(self.device)[0]
         count = SPARES if free > 8 * region.bytes else 0
-        results = region.results
-        return [[*neutral_inputs(region, False), *(empty(s, self.device) for s in results)] for _ in range(count)]
+        sets = [[empty(s, self.device) for s in region.specs] for _ in range(count)]
+        for tensors in sets:
+            for spare, own in zip(tensors, inputs, strict=False):
+                spare.copy_(own)
+        return sets
 
     def settle(self, contest: Contest) -> Chosen:
         """What was chosen in the end; a result of measuring is kept, unless a full disk had a say in it."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..dialects.step.base import StepOp
 from ..ir.core import Op, Value
 from . import again
 from .around import take_along
@@ -26,8 +27,11 @@ from .tall_products import Choice, before, heavy, take_faster
 if TYPE_CHECKING:
     from .fuse import Fuser, Group
 
+#: operations of an attention for each byte that is saved up to which one kernel is tried: a library's takes a third
+#: less time than ours on a large GPU (bench/kernels_attention.py), which is worth its bytes up to about here
+FEW = 300
 UNMEASURED = "a library runs it, and nothing is measured here: force= makes them one kernel"
-TOO_LITTLE = "a library runs it, and as one kernel too few bytes would be saved to try it"
+TOO_LITTLE = 'a library runs it, and as one kernel too few bytes would be saved to try it, unless tune="max"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +129,10 @@ def comes_back(fuser: Fuser, members: set[Op]) -> Op | None:
     """An op that some ops need and that needs one of them, by way of any kernels; what kernels do is done at once."""
     pending = [v.op for m in members for v in m.operands if base(v).op not in members]
     seen: set[Op] = set()
+    first = min(fuser.position[m] for m in members)
     while pending:
         op = pending.pop()
-        if op is None or op in seen:
+        if op is None or op in seen or fuser.position.get(op, first) < first:  # what comes before all needs none
             continue
         group = fuser.groups.get(op)
         together = [op] if group is None else group.members
@@ -155,7 +160,7 @@ def choices(fuser: Fuser, anchors: Iterable[Op], among: Callable[[Neighbour], bo
         old = [piece_of(g.members, fuser.position) for g in every]
         whole = piece_of([m for g in every for m in g.members], fuser.position)
         choice = Choice(old, [whole], functools.partial(take, fuser, every), [n.pair for n in beside])
-        if choice.worth_it:
+        if choice.worth_it and is_tried(fuser, choice):
             yield choice
 
 
@@ -180,8 +185,18 @@ def handed_over(fuser: Fuser, anchors: Sequence[Op]) -> Iterator[Choice]:
         if any(again.is_forbidden(fuser, value, fuser.groups[u]) for u in readers):
             continue
         ops = made_by(value, maker)
-        if ops and (choice := before(fuser, value, maker, readers, ops)) is not None:
+        choice = before(fuser, value, maker, readers, ops) if ops else None
+        if choice is not None and is_tried(fuser, choice):
             yield choice
+
+
+def is_tried(fuser: Fuser, choice: Choice) -> bool:
+    """Whether what is saved could make up for a library's attention, which is faster; with `tune="max"` any."""
+    anchors = [op for piece in choice.new for op in piece.ops if op.name in ATTENTION]
+    return (
+        fuser.products
+        or sum(op.definition.flops(op) for op in anchors if issubclass(op.definition, StepOp)) <= FEW * choice.saved
+    )
 
 
 def made_by(value: Value, maker: Group) -> set[Op]:

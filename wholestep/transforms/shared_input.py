@@ -164,8 +164,7 @@ def joint_of(layers: Sequence[Op], position: Mapping[Op, int]) -> Joint:
 
 
 def change_of(parts: Sequence[Part]) -> Change:
-    """Bytes: joined products read their input once; what is put side by side is read and written. A product alone may
-    take along what reads its result (`wide_products.py`), such as rotary positions; of a part that reads it is not."""
+    """Bytes: joined products read their input once; what is put side by side is read and written."""
     moved = saved = 0
     weights: dict[tuple[Value, ...], None] = {}
     gradients: dict[tuple[Value, ...], None] = {}
@@ -173,7 +172,7 @@ def change_of(parts: Sequence[Part]) -> Change:
         more = len(part.ops) - 1
         if isinstance(part, Forward):
             moved -= more * part.ops[0].lhs.type.bytes
-            moved += sum(2 * op.result.type.bytes for op in part.ops if only_loops_read(op.result))
+            moved += sum(2 * op.result.type.bytes for op in part.ops if may_take_along(op))
             weights[part.weights] = None
         elif isinstance(part, InputGradient):
             moved -= 2 * more * part.ops[0].result.type.bytes  # written, and read by the sum
@@ -272,6 +271,12 @@ def forward_parts(layers: Sequence[Op], reasons: list[str]) -> list[Forward]:
 def kept(value: Value) -> bool:
     """Whether backward reads a value, or a view of it."""
     return any(kept(user.results[0]) if is_view(user) else is_late(user) for user in value.uses)
+
+
+def may_take_along(op: Op) -> bool:
+    """Whether a product alone might take along what reads its result (`wide_products.py`), such as rotary positions:
+    readers of one part of a joined product are not taken."""
+    return bool(op.result.type.element.bits == 16) and only_loops_read(op.result)
 
 
 def only_loops_read(value: Value) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..dialects.step.reductions import Reduction
 from ..ir.core import Op, Value
 from . import again
-from .around import makers_of, take_along
+from .around import take_along
 from .regions import base, piece_of
 from .tall_products import (
     Choice,
@@ -91,19 +91,23 @@ def up_to_sums(fuser: Fuser, products: Sequence[Op], cuts: list[Group]) -> Itera
 def cut(members: Sequence[Op], made: Value) -> tuple[list[Op], list[Op], list[Op]]:
     """The ops of a kernel that reads a product's result: what they need first, those up to sums of it, the rest;
     nothing where these hang together otherwise."""
-    hang, late = set[Op](), set[Op]()
+    hang, late, among = set[Op](), set[Op](), set(members)
+    needs: dict[Op, set[Op]] = {}  # of each op, those of the kernel that it is made of
     for op in members:
         seen = [base(v) for v in op.operands]
-        makers = {v.op for v in seen if v.op is not None}
+        makers = {v.op for v in seen if v.op in among and v.op is not None}
+        needs[op] = makers.union(*(needs[m] for m in makers))
         if made in seen or makers & hang:
             hang.add(op)
         if makers & late or any(m in hang and issubclass(m.definition, Reduction) for m in makers):
             late.add(op)
     own = hang - late
-    needed = {m for op in members if op in own for m in makers_of(op)} - hang
+    if not late:
+        return [], [], []
+    needed = set[Op]().union(*(needs[op] for op in own)) - hang
     own |= {op for op in needed if op.results[0].type.size >= made.type.size}  # such as what tells columns apart
     needed -= own
-    if any(own & makers_of(op) for op in needed):
+    if any(own & needs[op] for op in needed):
         return [], [], []
     return (
         [op for op in members if op in needed],

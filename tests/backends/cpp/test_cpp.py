@@ -395,7 +395,8 @@ CASES = {
     **{f"rows {k}": v for k, v in row_cases().items()},
     **random_cases(),
     **drawn_cases(),
-    **{f"triton {k}": v for k, v in cases_of_triton().items()},
+    # (C++ kernels read and write whole bytes, and say so)
+    **{f"triton {k}": v for k, v in cases_of_triton().items() if "bits" not in k},
 }
 
 

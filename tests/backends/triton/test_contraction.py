@@ -303,6 +303,8 @@ def strides_of(shape: tuple[int, ...], layout: Any = None) -> tuple[int, ...]:
 
 def empty(dtype: torch.dtype) -> float | int:
     """What memory holds that nobody has written."""
+    if dtype is torch.bool:
+        return 1
     return float("nan") if dtype.is_floating_point else min(2**20, torch.iinfo(dtype).max)
 
 
