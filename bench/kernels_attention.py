@@ -398,7 +398,9 @@ def main() -> int:
                 torch.cuda.empty_cache()
         where = torch.cuda.get_device_name() if cuda else "no GPU"
         text = (
-            f"{where}, torch {torch.__version__}, bf16; microseconds per call, median of {rounds} CUDA graphs of "
+            "# Attention and its neighbours as one kernel\n\n"
+            f"`python bench/kernels_attention.py`: {where}, torch {torch.__version__}, bf16; "
+            f"microseconds per call, median of {rounds} CUDA graphs of "
             f"{CALLS} calls. The attentions were compiled in {compiled:.0f} s, everything took "
             f"{time.perf_counter() - begin:.0f} s.\n\n{table(figures)}"
         )

@@ -370,9 +370,7 @@ class Walk:
         """A hidden state [..., width] as [tokens, width], tokens in the order of the loss."""
         key = (x, tuple(moves))
         if key not in self.moved:
-            for move in moves:
-                x = moved(self.b, x, move)
-            self.moved[key] = x
+            self.moved[key] = in_order(self.b, x, moves)
         return self.moved[key]
 
     def finish(self, parts: list[Part]) -> None:
@@ -380,9 +378,7 @@ class Walk:
         site, b, loss = self.site, self.b, self.site.loss
         for n, end in enumerate(site.hidden_grads):
             whole = b.concat([p.hidden[n] for p in parts], dim=0)
-            for move in forwards(end.path):
-                whole = moved(b, whole, move)
-            end.op.result.replace_by(whole)
+            end.op.result.replace_by(in_order(b, whole, forwards(end.path)))
         for n, end in enumerate((*site.weight_grads, *site.bias_grads)):
             end.op.result.replace_by(b.cast_to(parts[-1].sums[n], end.op.result.type.element))
         b.loc = loss.loc
@@ -439,6 +435,13 @@ def backwards(path: Path) -> list[tuple[object, ...]]:
         else:
             found.append(("slice_grad", op.dim, op.start, op.end, op.stride, before[op.dim]))
     return found
+
+
+def in_order(b: StepBuilder, x: Value, moves: list[tuple[object, ...]]) -> Value:
+    """Tokens moved by one move after the other."""
+    for move in moves:
+        x = moved(b, x, move)
+    return x
 
 
 def moved(b: StepBuilder, x: Value, move: tuple[object, ...]) -> Value:

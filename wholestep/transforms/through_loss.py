@@ -26,7 +26,7 @@ from ..dialects.step.pointwise import Cast
 from ..dialects.step.shape import Pad, Slice, SliceGrad
 from ..ir.core import Op, Value
 from ..ir.types import BF16, F32, TensorType
-from .chunked_loss import LARGE, End, NotPossible, Site, backwards, forwards, in_backward, moved, other, site_at
+from .chunked_loss import LARGE, End, NotPossible, Site, backwards, forwards, in_backward, in_order, other, site_at
 from .opportunity import Change, Place, Transformation, register_transformation
 
 #: exponents from c on: what c itself has, and the most; sums of them, and shares of a loss over them, stay in range
@@ -231,10 +231,3 @@ def widens_or_cuts(op: Op) -> bool:
 def operand_labels(end: End) -> str:
     left, right, _ = parse_spec(end.op.spec)
     return right if end.operand is end.op.rhs else left
-
-
-def in_order(b: StepBuilder, x: Value, moves: list[tuple[object, ...]]) -> Value:
-    """Rows moved as tokens are."""
-    for move in moves:
-        x = moved(b, x, move)
-    return x

@@ -519,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
     }
 }
 
-// ---- sums over rows and columns -------------------------------------------------------------------------------------------------
+// ---- sums over rows and columns -------------------------------------------------------------------------------------
 
 // one sum over partial sums, for 32 of `length`; whole in the threads of the first warp
 __device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[8][33]) {
