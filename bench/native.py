@@ -23,7 +23,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: where CUDA puts the tool if it is not on the path
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 FOLDER = "tests/backends"
-GENERATED = ("generated_cases", "test_contraction", "test_depthwise", "test_unrolled", "test_window_rows")
+GENERATED = (
+    "generated_cases",
+    "test_attention",
+    "test_contraction",
+    "test_depthwise",
+    "test_unrolled",
+    "test_window_rows",
+)
 OTHERS = ("test_embedding_grad", "wgmma/test_wgmma", "wgmma/test_windows")
 SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), *(f"{FOLDER}/{name}.py" for name in OTHERS)]
 #: processes that share the tests

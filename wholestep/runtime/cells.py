@@ -1,6 +1,7 @@
 """Cells: memory of the device with numbers of the host in it, for kernels that read them from there.
 
-They lie side by side, so that one copy per step brings them all; what that copy leaves from takes turns.
+They lie side by side, so that one copy per step brings them all; what that copy leaves from takes turns. Each begins at
+a multiple of 16 bytes: a kernel all of whose tensors do reads them in wide steps, and is the one that was timed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import torch
 from ..backends.kernels import Kernel, Number, replaced
 from ..dialects.step import torch_dtype
 from ..plan.planner import Planned
+
+#: bytes from one cell to the next
+APART = 16
+#: bytes of seed, step and micro-batch, which come first
+KEY = 2 * APART
 
 
 class Cells:
@@ -37,14 +43,12 @@ class Cells:
                 if buffers[number].space == "host" and position not in taken:
                     wanted.setdefault(torch_dtype(buffers[number].type.element), {})[number] = None
         self.numbers = sorted(((d, list(n)) for d, n in wanted.items()), key=lambda item: -item[0].itemsize)
-        sizes = [(torch.int64, 3), *((dtype, len(numbers)) for dtype, numbers in self.numbers)]
         cuda = device.type == "cuda"
-        size = sum(d.itemsize * n for d, n in sizes)
-        aligned = -(-size // 8) * 8
+        size = KEY + APART * sum(len(numbers) for _, numbers in self.numbers)
         #: the cells, and bytes behind them for what is to arrive by the same copy
-        self.memory = torch.zeros(aligned + room, dtype=torch.uint8, device=device)
-        self.there, self.room = self.memory[:size], self.memory[aligned:]
-        parts = split_bytes(self.there, sizes)
+        self.memory = torch.zeros(size + room, dtype=torch.uint8, device=device)
+        self.there, self.room = self.memory[:size], self.memory[size:]
+        parts = self.parts(self.there)
         self.tensors = {
             number: part[i]
             for part, (_, numbers) in zip(parts[1:], self.numbers, strict=True)
@@ -56,13 +60,22 @@ class Cells:
         if cuda:
             self.here = [torch.zeros_like(self.there, device="cpu").pin_memory() for _ in range(2 * self.HALF)]
         #: the same memory as arrays: the key, then the numbers by type
-        self.arrays = [[part.numpy() for part in split_bytes(here, sizes)] for here in self.here]
+        self.arrays = [[part.numpy() for part in self.parts(here)] for here in self.here]
         self.left: list[torch.cuda.Event | None] = [None, None]
         self.turn = -1
         #: by type: the numbers to look at while all counters agree, and for each cell which of them it holds
         self.once: list[tuple[list[int], Any]] = []
         #: by block of memory and type: those numbers as they stand there; None where it holds others
         self.held: list[list[Any]] = [[None] * len(self.numbers) for _ in self.here]
+
+    def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The key, then the numbers by type, as they lie in memory."""
+        found, at = [memory[:KEY].view(torch.int64)[:3]], KEY
+        for dtype, numbers in self.numbers:
+            end = at + APART * len(numbers)
+            found.append(memory[at:end].view(dtype)[:: APART // dtype.itemsize])
+            at = end
+        return found
 
     def share(self, stands_for: Mapping[int, int]) -> None:
         """Tells whose number a cell has while all counters agree."""
@@ -75,11 +88,11 @@ class Cells:
 
     def layout(self) -> list[tuple[int, str, int]]:
         """Where each cell is, what it is, and whose number it has while all counters agree. The key comes before."""
-        found, at = [], 3 * torch.int64.itemsize
+        found, at = [], KEY
         for (dtype, _), (distinct, place) in zip(self.numbers, self.once, strict=True):
             for source in place.tolist():
                 found.append((at, str(dtype).removeprefix("torch."), distinct[source]))
-                at += dtype.itemsize
+                at += APART
         return found
 
     def fill(self, values: list[Any], key: Sequence[int], alike: bool = False) -> None:
@@ -108,15 +121,6 @@ class Cells:
             if first == self.HALF - 1:
                 event = self.left[half] = self.left[half] or torch.cuda.Event()
                 event.record()
-
-
-def split_bytes(memory: torch.Tensor, sizes: list[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
-    """Bytes as vectors of these types and lengths, one after the other."""
-    parts, at = [], 0
-    for dtype, count in sizes:
-        parts.append(memory[at : at + count * dtype.itemsize].view(dtype))
-        at += count * dtype.itemsize
-    return parts
 
 
 def numbers_taken(kernel: Kernel) -> set[int]:

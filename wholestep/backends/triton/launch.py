@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from .compiling import CompileInfo, compile_for, file_name, job_of, triton_cache
-from .worker import compiled, functions_of
+from .compiling import CompileInfo, compile_for, file_name, job_of, triton_cache, write
+from .worker import digest, facts, fresh, functions_of, kept
 
 if TYPE_CHECKING:
     from .families import Function
@@ -137,7 +138,12 @@ class Launch:
             function = replace(function, name=UNALIGNED)
         with knobs.cache.scope():  # the user's own kernels keep their cache
             knobs.cache.dir = str(triton_cache())
-            kernel = compiled(job_of(self.candidate, function, self.capability, aligned))
+            job = job_of(self.candidate, function, self.capability, aligned)
+            kernel = kept(job)
+            if kernel is None:  # (tensors that start at an odd element, or a file that is gone)
+                start = time.perf_counter()
+                kernel = fresh(job)
+                write(triton_cache(), digest(job), {**facts(kernel), "seconds": time.perf_counter() - start})
             run = kernel.run  # loads the kernel
         return run, kernel.function, kernel.packed_metadata, function.grid, function.arguments
 
