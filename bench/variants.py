@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     AGAIN: {},
     "side-updates": {"force": ("side-updates *",)},
-    "offload": {"force": ("offload *.mlp.c_proj/forward/*",), "level": 4},
+    "offload": {"force": ("offload *.mlp.act/forward/*",), "level": 4},
     CLIPPED: {"clip_norm": 1.0},
     f"{CLIPPED}, updates in the next forward": {"clip_norm": 1.0, "updates": "in_next_forward"},
     f"{CLIPPED}, updates beside the next forward": {"clip_norm": 1.0, "updates": "beside_next_forward"},
