@@ -481,10 +481,23 @@ def test_what_is_larger_than_the_memory_of_a_cpu_is_not_tried(tmp_path: Path, mo
     assert "loops" not in {launch.provider for launch in step.plan().launches}
 
 
+class SlowLoops(LoopReference):
+    """Loses to ATen, also where a machine is so busy that ATen's threads wait for each other."""
+
+    def launcher(self, region: Region) -> Launcher:
+        run = super().launcher(region)
+
+        def slow(*tensors: torch.Tensor) -> None:
+            run(*tensors)
+            time.sleep(0.05)
+
+        return slow
+
+
 def test_where_layouts_keep_changing_regions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ATen, which would win, takes no part any more; what was found without it is not taken for a choice against it."""
     monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
-    with registered(LoopReference):
+    with registered(SlowLoops):
         monkeypatch.setattr(planner, "ATTEMPTS", 0)
         found, _, step = losses(providers=["aten", "loops"])
         assert "loops" in {launch.provider for launch in step.plan().launches}

@@ -299,16 +299,16 @@ class Choices:
         """Builds and measures what is to be tried now. Who compiles ahead is built region by region, as they are
         compiled, others at once; who is slow for so many seconds."""
         clock, left = time.perf_counter, list(contests)
-        count, (name, compiling) = len(left), self.ahead or ("", None)
+        count, (names, compiling) = len(left), self.ahead or (frozenset(), None)
         start = clock()
         begun = [self.begin(contest.tried) for contest in left]
-        built = self.build([pair for c in left for pair in c.tried if pair[0].name != name], True, patience)
+        built = self.build([pair for c in left for pair in c.tried if pair[0].name not in names], True, patience)
         self.seconds["build"] += clock() - start
         while left:
             start = clock()
             number = 0 if compiling is None else compiling.first_done(begun)
             contest, _ = left.pop(number), begun.pop(number)
-            built |= self.build([pair for pair in contest.tried if pair[0].name == name])
+            built |= self.build([pair for pair in contest.tried if pair[0].name in names])
             self.seconds["build"] += clock() - start
             start = clock()
             self.attempt(contest, built)
@@ -319,8 +319,8 @@ class Choices:
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
     @cached_property
-    def ahead(self) -> tuple[str, Any] | None:
-        """The provider whose kernels are compiled while others are measured, and what compiles them."""
+    def ahead(self) -> tuple[frozenset[str], Any] | None:
+        """The providers whose kernels are compiled while others are measured, and what compiles them."""
         for provider in self.providers:
             try:
                 make = getattr(provider.code, "ahead", None) if isinstance(provider, Generator) else None
@@ -328,15 +328,15 @@ class Choices:
             except (ImportError, OSError):  # whatever is in the way is said when kernels are built
                 continue
             if compiling is not None:
-                return provider.name, compiling
+                return frozenset(p.name for p in self.providers if provider.name in (p.name, p.compiled_by)), compiling
         return None
 
     def begin(self, pairs: Sequence[Pair], perhaps: bool = False) -> frozenset[str]:
         """Has kernels compiled that are built later, or that may be."""
         if self.ahead is None:
             return frozenset()
-        name, compiling = self.ahead
-        return compiling.add([offer.made for provider, offer in pairs if provider.name == name], perhaps)
+        names, compiling = self.ahead
+        return compiling.add([offer.made for provider, offer in pairs if provider.name in names], perhaps)
 
     def runs_alone(self, name: str) -> bool:
         """Whether somebody may run an op of that name in ATen's place, by the clock."""

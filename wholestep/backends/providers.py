@@ -116,6 +116,8 @@ class Provider(ABC):
     attends: ClassVar[bool] = False
     #: the provider that this one takes part with wherever that competes with others, such as one that calls it too
     below: ClassVar[str] = ""
+    #: the provider whose processes compile for it as well, ahead of `build`: what it offers has `jobs` for them
+    compiled_by: ClassVar[str] = ""
 
     def absent(self) -> str:
         """Empty where it can work on this machine, else what is lost without it, in one line."""
@@ -487,7 +489,7 @@ class Triton(Generator):
 class Wgmma(Provider):
     """Matrix products and convolutions that we generate for Hopper GPUs in CUDA C++, with what follows them inside."""
 
-    name, devices, below = "wgmma", ("cuda",), "triton"
+    name, devices, below, compiled_by = "wgmma", ("cuda",), "triton", "triton"
     alone = wgmma_ways.OPS
 
     def follows(self, region: Region | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import torch
 from tests.backends.wgmma import host
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import Region, op_by_op, providers_for
+from wholestep.backends.store import Objects
 from wholestep.backends.triton.scalars import NoText
 from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED, product_of
@@ -387,3 +389,47 @@ def launch_all(region: Region, element: str) -> None:
                 tensor.fill_(float("nan"))
             launch(*tensors, *scratch)
             assert_right(region, tensors, element)
+
+
+FAKE = r"""
+#include <cstdlib>
+#include <cstring>
+extern "C" {
+int nvrtcVersion(int* major, int* minor) { *major = 1, *minor = 2; return 0; }
+int nvrtcCreateProgram(char** p, const char* source, const char*, int, void*, void*) { *p = strdup(source); return 0; }
+int nvrtcCompileProgram(char* p, int count, const char** options) { return count != 3 || strstr(p, "bad"); }
+int nvrtcGetProgramLogSize(char*, size_t* n) { *n = 64; return 0; }
+int nvrtcGetProgramLog(char*, char* to) { strcpy(to, "product.cu(7): error: a bad source\n"); return 0; }
+int nvrtcGetCUBINSize(char* p, size_t* n) { *n = strlen(p); return 0; }
+int nvrtcGetCUBIN(char* p, char* to) { memcpy(to, p, strlen(p)); return 0; }
+int nvrtcDestroyProgram(char** p) { free(*p); return 0; }
+}
+"""
+
+
+def test_other_processes_compile_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler whose code is its source: what they make is found by content, what they refuse is said again."""
+    pytest.importorskip("triton")
+    from wholestep.backends.triton.compiling import Compilers
+
+    made = tmp_path / "libnvrtc.so.1"
+    (tmp_path / "fake.cpp").write_text(FAKE)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", made, tmp_path / "fake.cpp"], check=True)
+    objects, loaded = Objects(tmp_path), ctypes.CDLL(str(made))
+    monkeypatch.setattr(library, "kept", lambda: objects)
+    monkeypatch.setattr(library, "compiler", lambda: loaded)
+    library.compiler_path.cache_clear()
+    try:
+        assert library.compiler_path() == str(made)
+        good, bad = library.jobs_for("good"), library.jobs_for("bad")
+        with Compilers(1, launchers=False) as compilers:
+            compilers.add(good | bad)
+            answers = compilers.wait([*good, *bad])
+    finally:
+        library.compiler_path.cache_clear()
+    assert "a bad source" in answers[next(iter(bad))]["error"] and "error" not in answers[next(iter(good))]
+    assert not library.jobs_for("good") and library.jobs_for("bad")
+    monkeypatch.setattr(library, "compile_now", lambda source: b"now: " + library.cuda_code(loaded, source, "abc"))
+    assert library.compiled("good") == b"good" and library.compiled("other") == b"now: other"
+    with pytest.raises(library.CudaError, match="a bad source"):
+        library.compiled("bad")

@@ -1,12 +1,13 @@
 """Compiles candidates in parallel processes, without a GPU, into Triton's cache.
 
 Workers are separate programs that import Triton alone: nothing is forked from a process that uses CUDA, and the user's
-script is not run again. They also compile what launches kernels, which is C code. What a compile took and needs is kept
-beside the cache, so that a warm start asks no compiler.
+script is not run again. They also compile what launches kernels, which is C code, and CUDA C++ (whose code goes to
+whoever asked). What a compile took and needs is kept beside the cache, so that a warm start asks no compiler.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -175,13 +176,15 @@ class Compilers:
     def add(self, jobs: Mapping[str, dict[str, Any]], perhaps: bool = False) -> None:
         """Begins with jobs, one after the other; those that were compiled before are read from the cache.
 
-        perhaps: nobody may ever wait for them, so others go first.
+        perhaps: nobody may ever wait for them, so others go first. A job may have a function `then`, which is called
+        with the code that it gives.
         """
         for key in jobs:
             if key not in self.jobs and (kept := read(self.folder, key)) is not None:
                 self.answer(key, kept)
         with self.changed:
-            self.add_launchers(len(job["pointers"]) for key, job in jobs.items() if key not in self.jobs)
+            new = (job for key, job in jobs.items() if key not in self.jobs)
+            self.add_launchers(len(job["pointers"]) for job in new if "pointers" in job)
             for key, job in jobs.items():
                 if key not in self.jobs or key in self.perhaps:
                     self.jobs[key] = job
@@ -261,9 +264,11 @@ class Compilers:
                 if worker is None or worker.poll() is not None:
                     worker = self.hire()
                 job = self.jobs[key]
-                answer = ask(worker, job)
-                if "error" not in answer and "launcher" not in job:
+                answer = ask(worker, {k: v for k, v in job.items() if k != "then"})
+                if "error" not in answer and "source" in job:
                     write(self.folder, key, answer)
+                elif "code" in answer:
+                    job["then"](base64.b64decode(answer.pop("code")))
             except (OSError, ValueError) as error:  # whoever waits is told
                 answer = {"error": f"{type(error).__name__}: {error}", "seconds": 0.0}
             self.answer(key, answer)

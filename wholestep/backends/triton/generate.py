@@ -169,8 +169,14 @@ class Ahead:
         self.compilers.start()
 
     def add(self, offered: Iterable[object], perhaps: bool = False) -> frozenset[str]:
-        """Begins to compile what was offered, one after the other; `perhaps`: what may be asked for later goes last."""
-        jobs = jobs_of(offered, self.capability)
+        """Begins to compile what was offered, one after the other; `perhaps`: what may be asked for later goes last.
+
+        What is no kernel of Triton's says itself what there is to do for it (`jobs`).
+        """
+        given = list(offered)
+        others = [made for made in given if hasattr(made, "jobs")]
+        jobs = jobs_of((made for made in given if not hasattr(made, "jobs")), self.capability)
+        jobs |= {key: job for made in others for key, job in made.jobs().items()}  # type: ignore[attr-defined]
         self.compilers.add(jobs, perhaps)
         return frozenset(jobs)
 

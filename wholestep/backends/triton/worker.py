@@ -1,10 +1,14 @@
 """Compiles kernels into Triton's cache: a script of its own that needs Triton alone, one JSON job per line of input.
 
 Run by `compiling.py`, several at a time. It never touches a GPU and imports neither torch nor the training program.
+CUDA C++ is compiled as well, by NVIDIA's run-time compiler, which does one source at a time in a process: that code is
+the answer.
 """
 
 from __future__ import annotations
 
+import base64
+import ctypes
 import gc
 import hashlib
 import json
@@ -15,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +114,38 @@ def launcher(arguments: int) -> dict[str, Any]:
     return {}
 
 
+class CudaError(RuntimeError):
+    """The compiler or the driver refused; the message is theirs."""
+
+
+def cuda_code(library: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
+    """The machine code of a source in CUDA C++."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"product.cu", 0, None, None):
+        raise CudaError("the compiler does not take the source")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            said = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, said)
+            lines = said.value.decode(errors="replace").splitlines()
+            raise CudaError(next((line for line in lines if "error" in line), "the compiler failed"))
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        made = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, made)
+        return made.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def answer_to(job: dict[str, Any]) -> dict[str, Any]:
+    if "cuda" in job:
+        code = cuda_code(ctypes.CDLL(job["library"]), job["cuda"], job["options"])
+        return {"code": base64.b64encode(code).decode()}
+    return facts(compiled(job)) if "source" in job else launcher(job["launcher"])
+
+
 def functions_of(source: str, file: str, stand_ins: dict[str, Any] | None = None) -> dict[str, Any]:
     """The functions that a source defines. Triton reads their text through linecache: no file is written or run."""
     import triton
@@ -156,7 +192,7 @@ def main() -> None:
         began = time.perf_counter()
         answer: dict[str, Any]
         try:
-            answer = facts(compiled(job)) if "source" in job else launcher(job["launcher"])
+            answer = answer_to(job)
         except Exception as error:  # whatever a compiler raises is the answer to this job
             answer = {"error": f"{type(error).__name__}: {error}"}
         answer["seconds"] = time.perf_counter() - began

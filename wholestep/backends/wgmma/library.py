@@ -10,22 +10,20 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..store import Objects, usable_folder
+from ..triton.worker import CudaError, cuda_code
 
-ARCHITECTURE = b"--gpu-architecture=sm_90a"
-OPTIONS = (ARCHITECTURE, b"--std=c++17", b"-default-device")
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
 #: of the driver's header: the attribute of a kernel for more shared memory, types and modes of a tensor map
 MORE_SHARED = 8
 ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}
 SWIZZLE_128, PROMOTE_256 = 3, 3
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-
-
-class CudaError(RuntimeError):
-    """The compiler or the driver refused; the message is theirs."""
 
 
 @functools.cache
@@ -74,35 +72,44 @@ def kept() -> Objects:
 
 def compiled(source: str) -> bytes:
     """The machine code of a source, from before or made now."""
-    digest = hashlib.sha256(f"{version()} {OPTIONS}\n{source}".encode()).hexdigest()
-    objects = kept()
-    found = objects.read("cubin", digest)
+    key, objects = digest_of(source), kept()
+    found = objects.read("cubin", key)
     if found is None:
         found = compile_now(source)
-        objects.write("cubin", digest, found)
+        objects.write("cubin", key, found)
     return found
+
+
+def digest_of(source: str) -> str:
+    return hashlib.sha256(f"{version()} {OPTIONS}\n{source}".encode()).hexdigest()
 
 
 def compile_now(source: str) -> bytes:
     library = compiler()
     if library is None:
         raise CudaError("NVIDIA's run-time compiler is not part of this PyTorch")
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"product.cu", 0, None, None):
-        raise CudaError("the compiler does not take the source")
+    return cuda_code(library, source, OPTIONS)
+
+
+def jobs_for(source: str) -> dict[str, dict[str, Any]]:
+    """What another process has to do for a source (`triton/compiling.py`); nothing where its code is there already."""
+    key, path = digest_of(source), compiler_path()
+    if not path or kept().read("cubin", key) is not None:
+        return {}
+    job = {"cuda": source, "library": path, "options": OPTIONS}
+    return {f"cuda {key}": job | {"then": lambda code: kept().write("cubin", key, code)}}
+
+
+@functools.cache
+def compiler_path() -> str:
+    """The compiler's file, for processes that do not load PyTorch; "" where that cannot be told."""
+    if compiler() is None:
+        return ""
     try:
-        if library.nvrtcCompileProgram(program, len(OPTIONS), (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)):
-            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            said = ctypes.create_string_buffer(size.value)
-            library.nvrtcGetProgramLog(program, said)
-            lines = said.value.decode(errors="replace").splitlines()
-            raise CudaError(next((line for line in lines if "error" in line), "the compiler failed"))
-        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        made = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetCUBIN(program, made)
-        return made.raw
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line[line.index("/") :] for line in lines if "/libnvrtc.so" in line), "")
 
 
 class Kernels:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,9 +72,13 @@ class Way:
     def name(self) -> str:
         return f"turns {ROWS}x{self.product.columns}x{SUMMED} {self.shape}"
 
-    @property
+    @cached_property
     def source(self) -> str:
         return self.product.source(self.shape)
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """What there is to compile for it."""
+        return library.jobs_for(self.source)
 
 
 def ways(region: Region) -> list[Way]:
@@ -87,7 +92,7 @@ def ways(region: Region) -> list[Way]:
 
 
 def build(wanted: Sequence[Way], report: Progress | None = None) -> list[Launcher | Exception]:
-    """What launches each way. The compiler runs for several at once."""
+    """What launches each way. Most were compiled ahead (`Way.jobs`)."""
     made: list[Launcher | Exception] = []
     with ThreadPoolExecutor(max_workers=8) as pool:
         codes = {source: pool.submit(library.compiled, source) for source in dict.fromkeys(w.source for w in wanted)}
