@@ -76,7 +76,7 @@ NEAR = 1.2
 #: of regions that differ in sizes alone only the heaviest is, the others are tried in what is most like its best ways
 ALIKE = 2
 #: who takes long to start is not timed where what runs already takes fewer times as long as its bytes do
-LITTLE = 3.0
+LITTLE = 8.0
 
 #: seconds for which a provider that builds slowly builds ways beside those of others, the heaviest regions first
 PATIENCE = 60.0
@@ -195,8 +195,7 @@ class Choices:
                 contests[region.key] = contest = self.contest(region)
                 contest.tried = contest.first(self.measure, self.bandwidth)
                 self.begin(contest.tried)
-        for region in later if self.ahead is not None else ():
-            self.begin(self.contest(region).first(self.measure, self.bandwidth), perhaps=True)
+        self.expect(later)
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
@@ -337,6 +336,11 @@ class Choices:
             return frozenset()
         names, compiling = self.ahead
         return compiling.add([offer.made for provider, offer in pairs if provider.name in names], perhaps)
+
+    def expect(self, regions: Iterable[Region]) -> None:
+        """Has kernels compiled, if there is time, for regions that may be asked for next."""
+        for region in regions if self.ahead is not None else ():
+            self.begin(self.contest(region).first(self.measure, self.bandwidth), perhaps=True)
 
     def runs_alone(self, name: str) -> bool:
         """Whether somebody may run an op of that name in ATen's place, by the clock."""

@@ -108,6 +108,9 @@ class LayoutClock:
 
     def ops(self, cases: dict[str, Op]) -> dict[str, Pair | None]:
         new = [case for case in cases if case not in self.known and not self.closed]
+        timed = [cases[case] for case in new if not self.is_kept(case, cases[case])]
+        if self.choices is not None:  # compiled while the ops before them are timed
+            self.choices.expect(region_in(op, True, self.device) for op in timed if self.others(op))
         for done, case in enumerate(new, 1):
             self.known[case] = self.pair(case, cases[case])
             self.say(done, len(new))
@@ -139,10 +142,17 @@ class LayoutClock:
         """Seconds of an op in either layout."""
         if self.leaves(op):
             return None
-        rows, who = region_in(op, False, self.device), "+".join(p.name for p in self.others(op))
-        key = f"layouts: {case} {mode(self.device)} {who}"
-        found = self.times_of(key, about(rows), lambda: self.time_op(op, rows))
+        rows = region_in(op, False, self.device)
+        found = self.times_of(self.key(case, op), about(rows), lambda: self.time_op(op, rows))
         return None if found is None else (found[ROWS], found[LAST])
+
+    def key(self, case: str, op: Op) -> str:
+        """What an op's times are kept under."""
+        return f"layouts: {case} {mode(self.device)} {'+'.join(p.name for p in self.others(op))}"
+
+    def is_kept(self, case: str, op: Op) -> bool:
+        """Whether an op is not timed, now or ever."""
+        return self.leaves(op) or (self.store is not None and self.store.get(self.key(case, op)) is not None)
 
     def others(self, op: Op) -> list[Provider]:
         """The providers, where somebody among them has kernels for an op."""
