@@ -205,11 +205,15 @@ def test_regions_are_measured_as_they_are_compiled(tmp_path: Path, monkeypatch: 
         Choices, "attempt", lambda self, c, b: order.append(c.region.operands[0].shape[0]) or true(self, c, b)
     )
     choices = choose.choices_for(CPU, [Generating()], True, Store("machine", tmp_path))
+    choices.expected = [region(32), region(8)]
     choices.decide([region(8), region(16)])
     assert order[:2] == [16, 8]  # what is compiled first
     assert compiling.log[:3] == ["start", (("first 8",), False), (("first 16",), False)]
     assert (("second 16", "third 16"), True) in compiling.log  # what may be tried later, behind what is waited for
-    assert compiling.log[-1] == "drop"
+    assert compiling.log.index((("first 32",), True)) > compiling.log.index((("second 16", "third 16"), True))
+    assert compiling.log[-1] == "drop" and not choices.expected
+    choices.expect([region(8), region(64)])  # of what is known nothing is compiled
+    assert compiling.log[-1] == (("first 64",), True) and compiling.log[-2] == "drop"
     choose.choices_for(CPU, [Generating()], True, Store("machine", tmp_path))
     assert compiling.log.count("start") == 1  # what was measured before needs no compiler
 

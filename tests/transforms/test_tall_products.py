@@ -200,6 +200,24 @@ def test_a_factor_that_others_read_is_made_and_written_by_the_product() -> None:
     assert joined(of(residual), Clock())[1] == ["nhwc,oc->nhwo", "nhwc,oc->nhwo"]
 
 
+def test_what_may_be_asked_for_next_is_told_ahead() -> None:
+    """So that it can be compiled meanwhile: most of it is the same whatever is decided now."""
+    clock, told = Clock(), list[set[tuple[Op, ...]]]()
+    asked: list[set[tuple[Op, ...]]] = []
+
+    def kinds(pieces: Sequence[Piece]) -> set[tuple[Op, ...]]:
+        return {tuple(p.ops) for p in pieces}
+
+    def seconds(pieces: Sequence[Piece], strides: Any) -> list[float]:
+        asked.append(kinds(pieces))
+        return clock(pieces, strides)
+
+    fuse(of(residual), bodies=Bodies(), seconds=seconds, expect=lambda pieces, strides: told.append(kinds(pieces)))
+    assert len(asked) == len(told) > 1
+    ahead = set().union(*told[:-1])
+    assert ahead & set().union(*asked[1:]) and not told[-1] & asked[0]
+
+
 def test_bits_of_a_factor_are_written_by_the_product() -> None:
     function = of(told)
     fuse(function, bodies=Bodies(), seconds=Clock())

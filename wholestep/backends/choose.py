@@ -121,6 +121,8 @@ class Choices:
     heaviest: int = 0
     #: providers that were said to build nothing
     silent: set[str] = field(default_factory=set)
+    #: regions that may be asked for after the next ones
+    expected: list[Region] = field(default_factory=list)
     #: for a budget of memory: whether ways that take much memory beside their tensors are left out
     lean: bool = False
     #: the providers that take part now
@@ -195,10 +197,11 @@ class Choices:
                 contests[region.key] = contest = self.contest(region)
                 contest.tried = contest.first(self.measure, self.bandwidth)
                 self.begin(contest.tried)
-        self.expect(later)
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
+        self.expect([*later, *self.expected])
+        self.expected = []
         self.seconds["generate"] += time.perf_counter() - start
         self.round(contests.values())
         lost = [c for c in contests.values() if c.fails and self.reopen(c)]
@@ -339,7 +342,8 @@ class Choices:
 
     def expect(self, regions: Iterable[Region]) -> None:
         """Has kernels compiled, if there is time, for regions that may be asked for next."""
-        for region in regions if self.ahead is not None else ():
+        unknown = {region.key: region for region in regions if region.key not in self.known}
+        for region in unknown.values() if self.ahead is not None else ():
             self.begin(self.contest(region).first(self.measure, self.bandwidth), perhaps=True)
 
     def runs_alone(self, name: str) -> bool:

@@ -148,6 +148,11 @@ class _Planner:
         assert self.choices is not None
         return self.choices.times([self.region(piece, strides) for piece in pieces])
 
+    def expect(self, pieces: Sequence[Piece], strides: Callable[[Value], tuple[int, ...]]) -> None:
+        """Notes pieces whose kernels are compiled while others are measured: these may be measured later."""
+        assert self.choices is not None
+        self.choices.expected = [self.region(piece, strides) for piece in pieces]
+
     def region(self, piece: Piece, strides: Callable[[Value], tuple[int, ...]] | None) -> Region:
         """A piece on operands that lie so, or row by row."""
         body = self.pieces(piece)
@@ -196,6 +201,7 @@ class _Planner:
             kept=self.choices.objects,
             follows=self.follows if self.choices.measure and self.choices.followers() else None,
             attends=any(p.attends for p in self.choices.providers),
+            expect=self.expect if self.choices.ahead is not None else None,
         )
         root = root_of(function)
         sites = release(function, fusion) if held else {}

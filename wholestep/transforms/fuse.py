@@ -48,16 +48,18 @@ from .regions import (
 from .remembered import Keeper, digest_of, recall, remember
 from .sliced_products import join_sliced
 from .tall_products import join_tall
-from .wide_products import join_wide
+from .wide_products import first_wide, join_wide
 
 #: ops of one half are joined; forward values are not kept waiting for backward, nor gradients for the update
 HALVES = {"forward": 0, "loss": 1, "backward": 1, "clip": 2, "update": 2}
 #: at most so many ops are looked at together; longer programs are cut into parts
-WINDOW = 4000
+WINDOW = 16_000
 
 
 #: measured seconds of pieces, each by the best of the providers; the second says the strides of what they read
 Seconds = Callable[[Sequence[Piece], Callable[[Value], tuple[int, ...]] | None], list[float]]
+#: says which pieces may be asked for after the next ones, on operands that lie so
+Expect = Callable[[Sequence[Piece], Callable[[Value], tuple[int, ...]]], None]
 #: whether a provider has a kernel for a wide product with what follows it
 Follows = Callable[[Piece, Callable[[Value], tuple[int, ...]] | None], bool]
 
@@ -211,12 +213,14 @@ class Fuser:
         kept: Keeper | None = None,
         follows: Follows | None = None,
         attends: bool = False,
+        expect: Expect | None = None,
     ):
         self.function = function
         # (what a user asks for, or the clock decides, does not follow from the program)
         self.kept = None if recipe or force or forbid or products else kept
         self.program = ""
         self.seconds, self.products, self.follows, self.attends = seconds, products, follows, attends
+        self.expect = expect
         self.block = function.regions[0].block
         self.bodies = bodies if bodies is not None else Bodies()
         self.again = AgainWishes.among(recipe, force, forbid)
@@ -421,7 +425,7 @@ class Fuser:
         groups = join_attention(self, join_around(self, compute_again(self, groups)))
         if self.seconds is None:
             return groups
-        groups = join_sums(self, join_wide(self, join_tall(self, groups)))
+        groups = join_sums(self, join_wide(self, join_tall(self, groups, lambda: first_wide(self))))
         return join_sliced(self, groups) if self.products else groups
 
     def join_makers(self, op: Op) -> None:
@@ -668,6 +672,7 @@ def fuse(
     kept: Keeper | None = None,
     follows: Follows | None = None,
     attends: bool = False,
+    expect: Expect | None = None,
 ) -> Fusion:
     """Joins the ops of a function, in place, into kernels.
 
@@ -675,10 +680,10 @@ def fuse(
     wants for itself. recipe, force, forbid: what a user asks (`fusion_wishes.py`). seconds: measures pieces, for what
     is decided by the clock: neighbours of tall products, with `products` those of all. kept: what was joined before in
     the same program (`remembered.py`). follows: says which wide products may take along what follows them. attends:
-    whether a provider computes what stands around an attention.
+    whether a provider computes what stands around an attention. expect: is told of pieces that may be measured later.
     """
     wishes = (forbid, runs_on_host, alone, recipe, force)
-    return Fuser(function, host, bodies, *wishes, seconds, products, kept, follows, attends).run()
+    return Fuser(function, host, bodies, *wishes, seconds, products, kept, follows, attends, expect).run()
 
 
 def dissolve(function: Op, wanted: Callable[[Op], bool]) -> int:

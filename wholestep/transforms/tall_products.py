@@ -12,6 +12,7 @@ photograph, is such a product for those who sum up what it makes.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,30 +131,38 @@ def bytes_of(piece: Piece) -> int:
     return sum(v.type.bytes for v in (*piece.inputs, *piece.outputs))
 
 
-def join_tall(fuser: Fuser, groups: list[Group]) -> list[Group]:
+def join_tall(fuser: Fuser, groups: list[Group], then: Callable[[], list[Choice]] = list) -> list[Group]:
     """Lets tall products take along what makes their factors, then what reads their results, then what makes factors
-    that others read as well, then sums of what they read; gives all kernels."""
+    that others read as well, then sums of what they read; gives all kernels. then: what may be asked after all that."""
     tall = [op for op in fuser.nodes if is_tall(op) and len(fuser.groups[op].members) == 1 and op.results[0].uses]
-    take_faster(fuser, heavy(fuser, befores(fuser, tall)))
     images = [op for op in fuser.nodes if has_small_windows(op) and fuser.stands_alone(op)]
     products = tall + [op for op in images if len(fuser.groups[op].members) == 1]
-    take_faster(fuser, heavy(fuser, afters(fuser, products)))
-    take_faster(fuser, heavy(fuser, on_the_way(fuser, tall)))
-    take_faster(fuser, heavy(fuser, once_more(fuser, tall)))
-    take_faster(fuser, heavy(fuser, beside(fuser, tall)))
+    kinds = [(befores, tall), (afters, products), (on_the_way, tall), (once_more, tall), (beside, tall)]
+    for (kind, among), after in itertools.zip_longest(kinds, kinds[1:]):
+        found = heavy(fuser, kind(fuser, among))
+        later: list[Choice] = []
+        if found and fuser.expect is not None:  # most of what is asked for next is the same whatever is decided now
+            later = [*(heavy(fuser, after[0](fuser, after[1])) if after else ()), *(then() if kind is befores else ())]
+        take_faster(fuser, found, later)
     joined = {id(g): g for op in products if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in groups if g.members] + [g for g in joined.values() if id(g) not in known]
 
 
-def take_faster(fuser: Fuser, choices: Iterable[Choice]) -> None:
+def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice] = ()) -> None:
+    """Joins what is faster as one kernel. later: choices that may come next."""
     assert fuser.seconds is not None
     wanted = list(choices)
     if not wanted:
         return
     orders = likely_orders(fuser.block)
-    pieces = [p for c in wanted for p in (*c.old, *c.new)]
-    times = iter(fuser.seconds(pieces, lambda v: strides_of(v, orders)))
+
+    def laid(value: Value) -> tuple[int, ...]:
+        return strides_of(value, orders)
+
+    if fuser.expect is not None:
+        fuser.expect([p for c in later for p in (*c.old, *c.new)], laid)
+    times = iter(fuser.seconds([p for c in wanted for p in (*c.old, *c.new)], laid))
     taken = [tuple(sum(next(times) for _ in side) for side in (c.old, c.new)) for c in wanted]
     for choice, (before, after) in zip(wanted, taken, strict=True):
         if after < before:

@@ -11,7 +11,7 @@ are what it takes along. Tall products, which wait for memory, are `tall_product
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,15 +46,10 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
     """Joins wide products with their neighbours; gives all kernels."""
     if fuser.follows is None:
         return groups
-    wide = [op for op in fuser.nodes if is_wide(op) and op.results[0].uses and fuser.groups[op].members == [op]]
+    wide = wide_among(fuser)
     products = [op for op in wide if sizes_of(op)]
-    orders = likely_orders(fuser.block)
-
-    def able(choice: Choice) -> bool:
-        assert fuser.follows is not None
-        return fuser.follows(choice.new[0], lambda v: strides_of(v, orders))
-
-    take_faster(fuser, heavy(fuser, filter(able, afters(fuser, wide)), LEAST))
+    able = able_by(fuser)
+    take_faster(fuser, first_wide(fuser))
     cuts: list[Group] = []
     take_faster(fuser, heavy(fuser, filter(able, up_to_sums(fuser, products, cuts))))
     alone = [op for op in products if fuser.groups[op].members == [op]]
@@ -62,6 +57,25 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
     joined = {id(g): g for op in wide if len((g := fuser.groups[op]).members) > 1}
     known = {id(g) for g in groups}
     return [g for g in (*groups, *cuts) if g.members] + [g for g in joined.values() if id(g) not in known]
+
+
+def wide_among(fuser: Fuser) -> list[Op]:
+    """The wide products that stand alone."""
+    return [op for op in fuser.nodes if is_wide(op) and op.results[0].uses and fuser.groups[op].members == [op]]
+
+
+def able_by(fuser: Fuser) -> Callable[[Choice], bool]:
+    """Whether a provider has a kernel for a choice."""
+    orders, follows = likely_orders(fuser.block), fuser.follows
+    assert follows is not None
+    return lambda choice: follows(choice.new[0], lambda v: strides_of(v, orders))
+
+
+def first_wide(fuser: Fuser) -> list[Choice]:
+    """What reads the results of wide products, as it is taken along first."""
+    if fuser.follows is None:
+        return []
+    return heavy(fuser, filter(able_by(fuser), afters(fuser, wide_among(fuser))), LEAST)
 
 
 def up_to_sums(fuser: Fuser, products: Sequence[Op], cuts: list[Group]) -> Iterator[Choice]:
