@@ -35,7 +35,7 @@ RIDGE = 256
 TALL = 8
 #: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
 #: kernels take long to compile, but equal ones only once
-WORTH, LEAST = 0.05, 1 << 27
+WORTH, LEAST = 0.05, 1 << 26
 #: how many times as large as what a product reads its result must be, that it is computed twice
 WIDER = 2
 #: elements in a row of a window up to which a convolution is such a product
