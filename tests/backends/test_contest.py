@@ -214,6 +214,13 @@ def test_regions_are_measured_as_they_are_compiled(tmp_path: Path, monkeypatch: 
     assert compiling.log[-1] == "drop" and not choices.expected
     choices.expect([region(8), region(64)])  # of what is known nothing is compiled
     assert compiling.log[-1] == (("first 64",), True) and compiling.log[-2] == "drop"
+    assert len(choices.foreseen) == 2
+    monkeypatch.setattr(Generating, "offers", lambda self, region: [])  # they were offered already
+    choices.decide([region(64)])
+    assert choices.known[region(64).key].provider == "several" and len(choices.foreseen) == 1
+    monkeypatch.setattr(choose, "FORESEEN", 0)
+    choices.expect([region(128)])
+    assert not choices.foreseen
     choose.choices_for(CPU, [Generating()], True, Store("machine", tmp_path))
     assert compiling.log.count("start") == 1  # what was measured before needs no compiler
 

@@ -78,6 +78,9 @@ ALIKE = 2
 #: who takes long to start is not timed where what runs already takes fewer times as long as its bytes do
 LITTLE = 8.0
 
+#: so many contests are kept of regions that may be asked for, the latest ones
+FORESEEN = 256
+
 #: seconds for which a provider that builds slowly builds ways beside those of others, the heaviest regions first
 PATIENCE = 60.0
 
@@ -123,6 +126,8 @@ class Choices:
     silent: set[str] = field(default_factory=set)
     #: regions that may be asked for after the next ones
     expected: list[Region] = field(default_factory=list)
+    #: contests of such regions, which nothing was tried in yet
+    foreseen: dict[str, Contest] = field(default_factory=dict)
     #: for a budget of memory: whether ways that take much memory beside their tensors are left out
     lean: bool = False
     #: the providers that take part now
@@ -133,7 +138,7 @@ class Choices:
 
     def leaner(self) -> Choices:
         """The same, without ways that take much memory beside their tensors."""
-        return replace(self, lean=True, known={})
+        return replace(self, lean=True, known={}, foreseen={})
 
     @property
     def objects(self) -> Objects | None:
@@ -200,7 +205,7 @@ class Choices:
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
-        self.expect([*later, *self.expected])
+        self.expect([region for region in (*later, *self.expected) if region.key not in contests])
         self.expected = []
         self.seconds["generate"] += time.perf_counter() - start
         self.round(contests.values())
@@ -216,6 +221,9 @@ class Choices:
 
     def contest(self, region: Region) -> Contest:
         """What is known and offered for a region: where a winner is known, nobody but its provider is asked."""
+        foreseen = self.foreseen.pop(self.store_key(region.key), None)
+        if foreseen is not None:
+            return foreseen
         choice = self.store.get(self.store_key(region.key)) if self.store is not None else None
         if choice is not None and choice.versions == self.versions:
             winner = self.winner(region, choice)
@@ -344,7 +352,10 @@ class Choices:
         """Has kernels compiled, if there is time, for regions that may be asked for next."""
         unknown = {region.key: region for region in regions if region.key not in self.known}
         for region in unknown.values() if self.ahead is not None else ():
-            self.begin(self.contest(region).first(self.measure, self.bandwidth), perhaps=True)
+            contest = self.foreseen[self.store_key(region.key)] = self.contest(region)
+            self.begin(contest.first(self.measure, self.bandwidth), perhaps=True)
+        while len(self.foreseen) > FORESEEN:
+            del self.foreseen[next(iter(self.foreseen))]
 
     def runs_alone(self, name: str) -> bool:
         """Whether somebody may run an op of that name in ATen's place, by the clock."""
