@@ -13,6 +13,7 @@ which rounding made small numbers, are zero.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -23,8 +24,9 @@ from ..dialects.step.pointwise import Cast, Mul
 from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Concat, Reshape, Slice, Transpose
 from ..dialects.step.softmax import SoftmaxGrad
+from ..dialects.step.support import wide
 from ..ir.core import Op, Value
-from ..ir.types import F32, ScalarType, TensorType
+from ..ir.types import ScalarType, TensorType
 from .opportunity import Change, Place, Transformation, register_transformation
 from .parts import Dimensions, Part, left, regrouped
 
@@ -80,6 +82,17 @@ class Search:
         if inner.is_zero or inner.plain:
             return self.zero(dims) if inner.is_zero else inner.why
         return replace(inner, make=lambda b: shaped(b, then(b, inner.make(b)), shape_of(dims)))
+
+    def uncut(self, value: Value, dims: Dimensions) -> Total | str:
+        """A sum over parts of dimensions, such as heads that share one: over them last, when little is left."""
+        whole = tuple((Part(math.prod(p.size for p in d), False),) if is_cut(d) else d for d in dims)
+        parts = [p for d in dims if stays(d) for p in d]
+
+        def then(b: StepBuilder, x: Value) -> Value:
+            split = b.reshape_to(x, tuple(p.size for p in parts))
+            return b.sum(split, dims=tuple(i for i, p in enumerate(parts) if p.gone))
+
+        return self.onward(self.total(value, whole), dims, then)
 
 
 @register_transformation
@@ -168,9 +181,9 @@ def shape_of(dims: Dimensions) -> tuple[int, ...]:
     return tuple(left(d) for d in dims if stays(d))
 
 
-def is_cut(dims: Dimensions) -> bool:
-    """Whether a sum is over a part of a dimension, so that a reshape would have to come first."""
-    return any(stays(d) and any(p.gone for p in d) for d in dims)
+def is_cut(dimension: tuple[Part, ...]) -> bool:
+    """Whether a sum is over a part of a dimension."""
+    return stays(dimension) and any(p.gone for p in dimension)
 
 
 def behind(dims: Dimensions, dim: int) -> int:
@@ -243,7 +256,9 @@ def of_transpose(search: Search, value: Value, dims: Dimensions) -> Total | str:
 def of_slice(search: Search, value: Value, dims: Dimensions) -> Total | str:
     op = value.op
     assert op is not None
-    if any(p.gone for p in dims[op.dim]) or is_cut(dims):
+    if any(map(is_cut, dims)):
+        return search.uncut(value, dims)
+    if not stays(dims[op.dim]):
         return ""
     place = dict(dim=behind(dims, op.dim), start=op.start, end=op.end, stride=op.stride)
     found = search.total(op.x, with_size(dims, op.dim, op.x.type.shape[op.dim]))
@@ -254,7 +269,9 @@ def of_concat(search: Search, value: Value, dims: Dimensions) -> Total | str:
     """Part by part, where one of them has a better way."""
     op = value.op
     assert op is not None
-    if any(p.gone for p in dims[op.dim]) or is_cut(dims):
+    if any(map(is_cut, dims)):
+        return search.uncut(value, dims)
+    if not stays(dims[op.dim]):
         return ""
     found = [search.total(x, with_size(dims, op.dim, x.type.shape[op.dim])) for x in op.operands]
     if all(part.plain for part in found):
@@ -312,7 +329,9 @@ def of_product(search: Search, value: Value, dims: Dimensions) -> Total | str:
     """Rows that one factor alone has are summed before they are multiplied; that is all, where the factor's are 0."""
     op = value.op
     assert op is not None
-    if op.addend is not None or is_cut(dims):
+    if any(map(is_cut, dims)):
+        return search.uncut(value, dims)
+    if op.addend is not None:
         return ""
     first, second, out = parse_spec(op.spec)
     rows = {c for c, d in zip(out, dims, strict=True) if not stays(d)}
@@ -332,12 +351,13 @@ def of_product(search: Search, value: Value, dims: Dimensions) -> Total | str:
 
 
 def multiplied(rows: Total, matrix: Value, labels: str, others: str, out: str, b: StepBuilder) -> Value:
-    """A product that is one pass over a matrix: no library is needed for it, and it is in f32."""
+    """A product that is one pass over a matrix: no library is needed for it, and nothing is rounded on the way."""
     vector = rows.make(b)
     order = tuple(sorted(range(len(labels)), key=lambda i: others.index(labels[i])))
     turned = vector if order == tuple(range(len(labels))) else b.transpose(vector, order=order)
     shape = tuple(n if c in labels else 1 for c, n in zip(others, matrix.type.shape, strict=True))
-    product = b.mul(b.cast_to(matrix, F32), b.reshape_to(b.cast_to(turned, F32), shape))
+    element = wide(matrix.type.element)
+    product = b.mul(b.cast_to(matrix, element), b.reshape_to(b.cast_to(turned, element), shape))
     total = b.sum(product, dims=tuple(i for i, c in enumerate(others) if c not in out))
     kept = "".join(c for c in others if c in out)
     total = total if kept == out else b.transpose(total, order=tuple(kept.index(c) for c in out))
