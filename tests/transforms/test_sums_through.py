@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import wholestep as ws
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.plan.networks import Case, TinyGPT, next_word
-from tests.runtime.runs import data, fresh
+from tests.runtime.runs import adamw, data, fresh
 from tests.transforms.test_fuse import program, root_of
 from tests.transforms.test_through_norm import changes, counted
 from wholestep import api
@@ -25,6 +25,7 @@ from wholestep.ir.passes import run_pipeline
 from wholestep.ir.types import BF16, F32, F64, ScalarType, TensorType
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
+from wholestep.transforms import sums_through
 from wholestep.transforms.opportunity import opportunities, take, transformations
 
 NAME = "sums_through"
@@ -33,6 +34,11 @@ ROWS, LENGTH, WIDTH, HEADS = 4, 16, 16, 2
 QUERIES = "gradients of queries sum up to nothing that is known before"
 MASKED = "probabilities of a position that sees nothing do not sum up to 1, and its mask may hide all from one"
 NOT_THERE = "the gradient of attention's result would have to be summed up instead"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums_through, "LEAST", 0)
 
 
 class Attention(nn.Module):
@@ -285,6 +291,13 @@ def test_why_not() -> None:
     assert found.why_not == NOT_THERE
 
 
+def test_small_sums_are_left_but_where_they_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums_through, "LEAST", 1 << 20)
+    found = opportunities(case_of(Attention).program.module, names=[NAME])
+    small = "it is too small to be worth some small kernels more"
+    assert sorted(o.why_not for o in found) == sorted(["", QUERIES, small])
+
+
 def test_change() -> None:
     case = behind_a_norm()
     tensor, weight = 4 * 2 * ROWS * LENGTH * WIDTH, 4 * WIDTH * WIDTH
@@ -321,6 +334,14 @@ def test_a_gpt_trains_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
             other.step()
             other.zero_grad()
             torch.testing.assert_close(step(ids), expected.detach(), rtol=1e-5, atol=1e-6)
+        again = copy.deepcopy(model)
+        same = ws.compile(
+            again, loss, adamw(again), (ids,), providers=["aten", "loops"], tune=False, recipe=step.recipe
+        )
+        assert same.recipe == step.recipe
+        torch.testing.assert_close(same(ids), step(ids))
+        loss(twin, ids).backward()
+        other.step()
         plain = copy.deepcopy(model)
         options: Any = dict(providers=["aten", "loops"], tune=False, forbid=[NAME])
         without = ws.compile(plain, loss, torch.optim.SGD(plain.parameters()), (ids,), **options)

@@ -32,6 +32,8 @@ from .parts import Dimensions, Part, left, regrouped
 
 #: how many times as many bytes as what is read instead a gradient must have
 FEWER = 2
+#: bytes that must be saved, unless a sum is zero: they are worth two or three small kernels more
+LEAST = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Search:
 
     def total(self, value: Value, dims: Dimensions) -> Total:
         """The best way to a sum of a value that is found."""
+        if not value.type.size:
+            return self.plain(value, dims, "")
         there = self.known.get(under(value, dims))
         if there is not None and there.result.type.element.bits >= self.element.bits:
             made, shape = there.result, shape_of(dims)
@@ -106,8 +110,10 @@ class SumsThrough(Transformation):
         known: Known = {}
         for op in sums_in(function.regions[0].block):
             found = total_of(op, known)
+            saved = op.x.type.bytes - found.read
             if not found.plain:
-                yield op, Change(bytes=found.read - op.x.type.bytes)
+                small = saved < LEAST and not found.is_zero
+                yield op, "it is too small to be worth some small kernels more" if small else Change(bytes=-saved)
             elif found.why:
                 yield op, found.why
             remember(op, known)
