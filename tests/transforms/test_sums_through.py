@@ -326,7 +326,7 @@ def test_a_gpt_trains_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = slice(16, 32)
     first = [layer.attention.qkv.bias.detach()[keys].clone() for layer in model.layers]
     with registered(LoopReference):
-        step = ws.compile(model, loss, optimizer, (ids,), providers=["aten", "loops"], tune=False)
+        step = ws.compile(model, loss, optimizer, (ids,), providers=["aten", "loops"], tune=False, verify=True)
         assert sum(key.startswith(f"{NAME} ") for key in step.recipe) == len(model.layers)
         for _ in range(4):
             expected = loss(twin, ids)
