@@ -65,6 +65,7 @@ from .transforms import (  # noqa: F401  (they register)
     regenerate,
     row_gradients,
     shared_input,
+    sums_through,
     symmetric_product,
     through_loss,
     through_norm,
@@ -109,7 +110,9 @@ DEFAULTS = (
     Default("grouped_attention", level=2, device=""),
     Default("shared_input", fused=True),  # who does not fuse would copy gradients side by side
     Default("whole_norm", level=2, fused=True),
-    *map(Default, ("join_slices", "symmetric_product", "direct", "pad", "pointwise_convolution")),
+    Default("join_slices"),
+    Default("sums_through", level=2, fused=True),  # once gradients of one input's readers are side by side
+    *map(Default, ("symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
     Default("inner_sums", level=3, fused=True),
     Default("through_loss", level=3, followed=True),

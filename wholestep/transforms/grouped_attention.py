@@ -21,23 +21,12 @@ from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Broadcast, Reshape, Transpose
 from ..ir.core import Op, Value
 from .opportunity import Change, Place, Transformation, register_transformation
+from .parts import Dimensions, Part, left, regrouped
 
 #: what may be copies: operands of attention, and what people call them
 NAMES = {"k": "keys", "v": "values"}
 #: kernels that read few heads as they are; the others would make the copies themselves
 READ_FEW = (CUDNN, FLASH)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A factor of a dimension: places of a tensor's own, or copies of one place."""
-
-    size: int
-    copies: bool
-
-
-#: the dimensions of a tensor, each with its parts from the slowest to the fastest
-Dimensions = tuple[tuple[Part, ...], ...]
 
 
 class Refused(Exception):
@@ -202,44 +191,28 @@ def passed(op: Op, dimensions: Dimensions, what: str) -> Dimensions:
     """The dimensions of the result of a reshape, transpose or cast."""
     if op.definition is Transpose:
         return tuple(dimensions[i] for i in op.order)
-    return regrouped(dimensions, op.shape, what) if op.definition is Reshape else dimensions
-
-
-def regrouped(dimensions: Dimensions, shape: Sequence[int], what: str) -> Dimensions:
-    """The parts of dimensions as those of another shape, divided where they must be."""
-    parts = [p for dimension in dimensions for p in dimension if p.size != 1]
-    found = []
-    for size in shape:
-        mine: list[Part] = []
-        while size != 1:
-            part = parts.pop(0)
-            if size % part.size == 0:
-                mine.append(part)
-                size //= part.size
-            elif part.size % size == 0:
-                mine.append(replace(part, size=size))
-                parts.insert(0, replace(part, size=part.size // size))
-                size = 1
-            else:
-                raise Refused(f"a reshape mixes {what} with copies of it")
-        found.append(tuple(mine))
-    return tuple(found)
+    if op.definition is not Reshape:
+        return dimensions
+    found = regrouped(dimensions, op.shape)
+    if found is None:
+        raise Refused(f"a reshape mixes {what} with copies of it")
+    return found
 
 
 def own_shape(dimensions: Dimensions) -> tuple[int, ...]:
     """The shape without copies."""
-    return tuple(math.prod(p.size for p in dimension if not p.copies) for dimension in dimensions)
+    return tuple(map(left, dimensions))
 
 
 def group_of(dimensions: Dimensions, what: str) -> int:
     """How many copies there are of each head, beside one another."""
     heads = len(dimensions) - 3
-    if any(p.copies for i, dimension in enumerate(dimensions) for p in dimension if i != heads):
+    if any(p.gone for i, dimension in enumerate(dimensions) for p in dimension if i != heads):
         raise Refused(f"its {what} are repeated along another dimension than that of heads")
-    kinds = [p.copies for p in dimensions[heads]]
+    kinds = [p.gone for p in dimensions[heads]]
     if kinds != sorted(kinds):
         raise Refused(f"its {what} are repeated all heads after one another, not each head beside itself")
-    group = math.prod(p.size for p in dimensions[heads] if p.copies)
+    group = math.prod(p.size for p in dimensions[heads] if p.gone)
     if group < 2:
         raise Refused(f"its {what} are not repeated")
     return group
@@ -273,4 +246,4 @@ def ways(path: Followed, value: Value, dimensions: Dimensions, name: str) -> lis
 
 def sums_copies(dimensions: Dimensions, dims: Sequence[int]) -> bool:
     """Whether a sum is over all copies and nothing else."""
-    return all(p.copies == (i in dims) for i, dimension in enumerate(dimensions) for p in dimension if p.size != 1)
+    return all(p.gone == (i in dims) for i, dimension in enumerate(dimensions) for p in dimension if p.size != 1)
