@@ -32,8 +32,9 @@ from .parts import Dimensions, Part, left, regrouped
 
 #: how many times as many bytes as what is read instead a gradient must have
 FEWER = 2
-#: bytes that must be saved, unless a sum is zero: they are worth two or three small kernels more
-LEAST = 1 << 23
+#: bytes that must be saved, unless a sum is zero: they are worth two or three small kernels more, and products take
+#: smaller sums along by the clock (`wide_products.py`), which can no longer be where a part of them is summed
+LEAST = 28 << 20
 
 
 @dataclass(frozen=True, slots=True)
