@@ -61,6 +61,8 @@ def test_all_tiles_are_offered_and_some_are_likely() -> None:
         True,
         False,
     }
+    longer = tiles.choices(demand(256, 256))
+    assert [t for t in longer if t.likely and not t.programs] == [next(t for t in longer if not t.programs)]
 
 
 def test_how_many_short_rounds_there_are_is_not_told() -> None:
