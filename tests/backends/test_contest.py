@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.backends.test_choose import CPU, Aped, SlowAten, nothing_written, region
 from wholestep.backends import choose, contest, providers
 from wholestep.backends.choose import Choices
+from wholestep.backends.contest import Contest
 from wholestep.backends.providers import Aten, Launcher, Offer, Progress, Region, copying, op_by_op
 from wholestep.backends.store import Store
 
@@ -128,6 +130,34 @@ def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: 
     other.waits = provider.waits
     Choices(CPU, [other]).decide([region(16), region(16), region(8, lambda b, x, y: b.add(x, y))])
     assert other.tried == {16: [*provider.waits], 8: [*provider.waits]}
+
+
+class Doubtful(Several):
+    """Its second way can hardly be the best."""
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [replace(offer, likely=offer.name != "second") for offer in super().offers(region)]
+
+
+def test_what_can_hardly_be_the_best_is_tried_where_nothing_else_works() -> None:
+    def tried(provider: Several, **options: Any) -> list[str]:
+        provider.waits = dict.fromkeys(provider.waits, 5e-3)
+        Choices(CPU, [provider], **options).decide([region(8)])
+        return provider.tried[8]
+
+    assert tried(Doubtful()) == ["first", "third"]
+    assert tried(Doubtful(), products=True) == ["first", "second", "third"]
+    assert tried(Doubtful(nothing_written)) == ["first", "second", "third"]
+
+
+def test_of_a_product_alone_what_is_generated_is_tried_once_beside_libraries() -> None:
+    product = region(build=lambda b, x, y: b.contract(x, y, spec="ik,jk->ij"))
+    triton, cublas = providers.Triton(), providers.Cublas()
+    own, theirs = ((p, Offer(name, name)) for p, name in ((triton, "dot"), (cublas, "algorithm")))
+    assert not Contest(product, [own, theirs], None).is_likely(own)
+    assert Contest(product, [own, theirs], None).is_likely(theirs)
+    assert Contest(product, [own], None).is_likely(own)
+    assert Contest(region(), [own, theirs], None).is_likely(own)
 
 
 def test_ways_are_alike_by_their_names() -> None:

@@ -287,7 +287,7 @@ class Choices:
         """What is tried next, where it is worth it."""
         begun = set(map(name_of, contest.tried))
         left = [pair for pair in contest.left if name_of(pair) not in begun]
-        quick = [pair for pair in left if not pair[0].slow]
+        quick = [pair for pair in left if not pair[0].slow and contest.is_likely(pair)]
         return [pair for pair in left if self.products or pair[0].slow or pair in quick[:MORE]]
 
     def try_more(self, heavy: Sequence[Contest]) -> None:
@@ -297,7 +297,7 @@ class Choices:
         for first, *_ in groups:
             first.tried, first.whole = self.more(first), True
         patience = math.inf if self.products else PATIENCE
-        self.round([group[0] for group in groups], patience)
+        self.round([group[0] for group in groups if group[0].tried], patience)
         others = [(group[0].best_names(ALIKE), c) for group in groups for c in group[1:]]
         for names, contest in others:
             known = {t.name for t in contest.timed}

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from ..ir.core import Op
 from ..transforms.attention_sides import ATTENTION
 from ..transforms.regions import form_of
-from .providers import Launcher, Offer, Provider, Region
+from .providers import Generator, Launcher, Offer, Provider, Region
 from .store import Choice, Timed
 
 Pair = tuple[Provider, Offer]
@@ -77,6 +77,13 @@ class Contest:
         """What was not tried yet."""
         known = {t.name for t in self.timed} | {name_of(way[:2]) for way in self.waiting}
         return [pair for pair in self.offers if name_of(pair) not in known]
+
+    def is_likely(self, pair: Pair) -> bool:
+        """Whether a way may be the best, by what its provider says. For a product alone libraries have many ways, and
+        of kernels that are generated from loops the best guess is enough."""
+        provider, offer = pair
+        libraries = is_product(self.region) and any("step.contract" in p.alone for p, _ in self.offers)
+        return offer.likely and not (libraries and isinstance(provider, Generator))
 
     @property
     def fails(self) -> bool:

@@ -15,7 +15,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -98,6 +98,8 @@ class Offer:
     key: str
     scratch: tuple[Spec, ...] = ()
     made: Any = field(default=None, compare=False)
+    #: whether it may beat the best guess: others are for those who try everything, and where nothing else works
+    likely: bool = field(default=True, compare=False)
 
 
 class Provider(ABC):
@@ -468,7 +470,9 @@ class Triton(Generator):
         return next((Offer(c.name, c.key, tuple(c.scratch), c) for c in found), None)
 
     def offers(self, region: Region) -> list[Offer]:
-        return self.around_attention(region) if has_attention(region) else super().offers(region)
+        if has_attention(region):
+            return self.around_attention(region)
+        return [replace(o, likely=getattr(o.made, "likely", True)) for o in super().offers(region)]
 
     def around_attention(self, region: Region, only: str = "") -> list[Offer]:
         """Ways to run an attention with the loops around it, all or the one of a name."""

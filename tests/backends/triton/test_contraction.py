@@ -56,6 +56,11 @@ for spec, left, right in (
     case(spec, left, right)(lambda b, x, y, spec=spec: b.contract(x, y, spec=spec))
 
 
+@case("many rounds", (70, 330), (52, 330))
+def _(b, x, y):
+    return b.contract(x, y, spec="mk,nk->mn")
+
+
 @case("columns in memory, padded rows", ((70, 40), None, (1, 0)), ((52, 40), None, "padded"))
 def _(b, x, y):
     return b.contract(x, y, spec="mk,nk->mn")

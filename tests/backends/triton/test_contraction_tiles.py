@@ -61,6 +61,26 @@ def test_all_tiles_are_offered_and_some_are_likely() -> None:
         True,
         False,
     }
+    longer = tiles.choices(demand(256, 256))
+    assert [t for t in longer if t.likely and not t.programs] == [next(t for t in longer if not t.programs)]
+
+
+def test_how_many_short_rounds_there_are_is_not_told() -> None:
+    """ptxas writes rounds out whose number it knows; where a factor is computed they are too long for that."""
+    from wholestep.backends.triton.generate import candidates
+
+    def texts(k: int, computed: bool) -> set[bool]:
+        types = [TensorType((64000, k), BF16), TensorType((128, k), BF16)]
+        function = add_function(module(), "f", types)
+        b = StepBuilder(function.regions[0].block)
+        x, w = function.regions[0].block.arguments
+        y = b.contract(b.relu(x) if computed else x, w, spec="mk,nk->mn")
+        finish_function(function, [y])
+        specs = [Spec(t.shape, row_major(t.shape), torch.bfloat16) for t in (*types, y.type)]
+        made = candidates(lowered(function), specs)
+        return {"num_programs(1)" in c.source for c in made if " by" not in c.name and "x64 " in c.name}
+
+    assert texts(640, False) == {True} and texts(640, True) == texts(256, False) == {False}
 
 
 def test_shared_memory_is_what_the_compiler_says() -> None:

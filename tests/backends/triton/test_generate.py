@@ -223,6 +223,16 @@ def test_what_is_waited_for_is_compiled_before_what_may_be_asked_for(tmp_path, m
     assert compilers.take() is None and set(compilers.jobs) == {"a", "c", "d"}
 
 
+def test_what_has_most_text_is_compiled_first(tmp_path, monkeypatch):
+    """Nobody waits for it alone at the end; what launches kernels comes before all."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilers = compiling.Compilers(1)
+    monkeypatch.setattr(compilers, "employ", lambda count: None)
+    compilers.add({key: {"source": text, "pointers": []} for key, text in {"a": "x", "b": "xyz", "c": "xy"}.items()})
+    compilers.threads.append(threading.current_thread())
+    assert [compilers.take() for _ in range(4)] == ["launcher 0", "b", "c", "a"]
+
+
 def test_what_launches_kernels_is_compiled_ahead(tmp_path, monkeypatch):
     """By a worker, once per number of pointers; the next process finds it without a compiler."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -145,9 +146,9 @@ class Compilers:
         self.most = workers or cores()
         self.jobs: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
-        #: what is still to be begun: what somebody will wait for, and what may be asked for later
-        self.wanted: dict[str, None] = {}
-        self.perhaps: dict[str, None] = {}
+        #: what is still to be begun, by weight: what somebody will wait for, and what may be asked for later
+        self.wanted: dict[str, float] = {}
+        self.perhaps: dict[str, float] = {}
         self.changed = threading.Condition()
         self.closed = False
         self.threads: list[threading.Thread] = []
@@ -174,7 +175,7 @@ class Compilers:
             self.employ(self.most)
 
     def add(self, jobs: Mapping[str, dict[str, Any]], perhaps: bool = False) -> None:
-        """Begins with jobs, one after the other; those that were compiled before are read from the cache.
+        """Begins with jobs, the heaviest first; those that were compiled before are read from the cache.
 
         perhaps: nobody may ever wait for them, so others go first. A job may have a function `then`, which is called
         with the code that it gives.
@@ -189,7 +190,7 @@ class Compilers:
                 if key not in self.jobs or key in self.perhaps:
                     self.jobs[key] = job
                     self.perhaps.pop(key, None)
-                    (self.perhaps if perhaps else self.wanted)[key] = None
+                    (self.perhaps if perhaps else self.wanted)[key] = weight(job)
             self.employ(len(self.jobs) - len(self.answers))
             self.changed.notify_all()
 
@@ -200,7 +201,7 @@ class Compilers:
             key = f"launcher {number}"
             if key not in self.jobs:
                 self.jobs[key] = {"launcher": number}
-                self.wanted[key] = None
+                self.wanted[key] = weight(self.jobs[key])
 
     def employ(self, count: int) -> None:
         """Has so many workers, or as many as there may be."""
@@ -251,7 +252,7 @@ class Compilers:
             if self.closed or not pending:
                 self.threads.remove(threading.current_thread())
                 return None
-            key = next(iter(pending))
+            key = max(pending, key=pending.__getitem__)
             del pending[key]
             return key
 
@@ -282,6 +283,12 @@ class Compilers:
         if self.closed:
             worker.kill()
         return worker
+
+
+def weight(job: dict[str, Any]) -> float:
+    """What takes long is begun first, so that nobody waits for it alone at the end: that is what has much text. What
+    launches kernels comes before all."""
+    return len(job["source"]) if "source" in job else math.inf
 
 
 def cores() -> int:

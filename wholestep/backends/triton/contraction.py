@@ -58,7 +58,7 @@ def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     product = Contraction(function, specs)
     rows = over_rows(function, specs) if product.parts == 1 else []
     tiles = product.tiles()[:2] if rows else product.tiles()
-    return [*rows, *(candidate(product, tile) for tile in tiles)]
+    return [*rows, *(replace(candidate(product, tile), likely=tile.likely) for tile in tiles)]
 
 
 def over_rows(function: Op, specs: Sequence[Spec]) -> list[Candidate]:

@@ -36,6 +36,8 @@ MOST_PARTIALS, SINGLE = 512, 8
 FOLDED = 64
 #: parts of a sum that are added up without a loop
 STRAIGHT = 16
+#: rounds of a product that ptxas may write out one after the other
+WRITTEN_OUT = 4
 #: how many times as many elements such a program has where the result is summed up
 SUMMED = 4
 #: columns that a program of a finishing function has
@@ -171,7 +173,8 @@ class Writer:
         for number, made in enumerate(self.asides):
             shape = (tile.m, 1) if made.sum.kept == ("m",) else (1, tile.n)
             result.line(f"aside{number} = tl.zeros({shape}, tl.float32)")
-        result.line(f"for k in tl.range(0, {each if tile.split > 1 else size}, {tile.k}, num_stages={tile.stages}):")
+        end = self.unknown(each if tile.split > 1 else size)
+        result.line(f"for k in tl.range(0, {end}, {tile.k}, num_stages={tile.stages}):")
         texts = []
         for side, factor, ops in zip(sides, (row, column), targets, strict=True):
             side.depth += 1
@@ -196,6 +199,12 @@ class Writer:
             self.split(result)
             return
         self.after(result)
+
+    def unknown(self, end: int) -> str:
+        """Where the loop over the summed dimension ends. Of factors as they lie its rounds are so short that ptxas
+        writes them all out if it knows how many there are, which takes it seconds: a kernel has one row of programs."""
+        short = all(map(self.product.plain, self.product.factors))
+        return f"{end} * tl.num_programs(1)" if short and end > WRITTEN_OUT * self.tile.k else f"{end}"
 
     def keep_asides(self, text: Side, sides: Sequence[Side]) -> None:
         """Writes the sums of factors, by the first of those programs that read the same of a factor."""

@@ -120,7 +120,7 @@ def choices(demand: Demand) -> list[Tile]:
                 made[own] = cost(own, demand)
     found = sorted(made, key=lambda t: (comes_again(t, demand), made[t]))
     stay = [*by_runs(demand), *staying(demand)][: MOST - 2]
-    found = [t if not stay and is_likely(t, found[0], demand) else replace(t, likely=False) for t in found]
+    found = [replace(t, likely=is_likely(t, found[0], demand, bool(stay))) for t in found]
     return [*stay[:2], *found[:2], *stay[2:], *found[2:]][:MOST]  # (the first of both kinds: often no more are timed)
 
 
@@ -129,9 +129,12 @@ def comes_again(tile: Tile, demand: Demand) -> bool:
     return (demand.stored[0] and tile.n < demand.n) or (demand.stored[1] and tile.m < demand.m)
 
 
-def is_likely(tile: Tile, guess: Tile, demand: Demand) -> bool:
+def is_likely(tile: Tile, guess: Tile, demand: Demand, stay: bool) -> bool:
     """Whether a tile may beat the best guess: not one that computes factors more often or sums fewer at a time for
-    nothing, nor one of more sums per thread, where much is made of each: it takes longest to compile."""
+    nothing, nor one of more sums per thread, where much is made of each: it takes longest to compile. Beside programs
+    that stay the guess may, but not where it has nothing to load ahead."""
+    if stay:
+        return tile == guess and demand.k > 2 * tile.k
     rows, columns = demand.plain
     again = (not rows and tile.n < guess.n) or (not columns and tile.m < guess.m)
     shorter = rows and columns and tile.k < guess.k

@@ -60,6 +60,8 @@ class Candidate:
     pointers: tuple[str, ...]
     #: of several kernels in one launch
     batched: Batched | None = None
+    #: whether it may beat the best guess
+    likely: bool = True
 
 
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
