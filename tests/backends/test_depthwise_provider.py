@@ -234,6 +234,25 @@ def test_kernels_with_neighbours_compile_for_a_gpu(tmp_path, monkeypatch) -> Non
     assert depthwise.compile_for(offers, 90) == {}
 
 
+@pytest.mark.parametrize("part", (*PARTS, "stored"))
+def test_a_layout_that_is_given_makes_the_kernel_that_triton_finds(part: str, tmp_path, monkeypatch) -> None:
+    from triton import knobs
+    from triton.compiler import code_generator
+
+    from wholestep.backends.triton import worker
+
+    monkeypatch.setattr(code_generator, "inspect", code_generator.inspect)  # (as before, once this is over)
+    monkeypatch.setattr(code_generator, "warnings", code_generator.warnings)
+    job = Triton().offers(laid(pruned(around(part, "silu", BF16))))[0].made.functions[0].job(90)
+    assert job["vector"] == 2
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir, knobs.compilation.always_compile = str(tmp_path), True
+        found = worker.fresh({**job, "vector": 0})
+        worker.quicken()
+        given = worker.fresh(job)
+    assert given.asm["cubin"] == found.asm["cubin"]
+
+
 # ---- in Triton's interpreter -----------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,8 @@ class Function:
             "stages": 1,
             "aligned": aligned,
             "capability": capability,
+            # (where tensors may start anywhere, threads that hold neighbours would still read one at a time)
+            "vector": self.constants.get("VECTOR", 0) if aligned else 0,
         }
 
 
