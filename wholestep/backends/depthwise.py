@@ -259,10 +259,12 @@ class Function:
     @property
     def source(self) -> str:
         """A function `main` of tensors alone."""
+        from .triton.compiling import alone
+
         names = ", ".join(f"p{i}" for i in range(len(self.tensors)))
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
         call = f"@triton.jit\ndef main({names}):\n    {self.kernel}({self.given}, {constants})\n"
-        return f"{sources()}\n\n{self.own}{call}"
+        return alone(f"{sources()}\n\n{self.own}{call}", "main")
 
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         """What a compiling process is told. `aligned`: all tensors start at multiples of 16 bytes."""

@@ -103,6 +103,8 @@ def lean() -> Iterator[None]:
         yield
 
 
+#: the Triton whose passes `laid_out` runs
+PASSES_OF = "3.6."
 #: how threads share a tensor of two dimensions before Triton has looked at its loads
 SHARED = re.compile(r"sizePerThread = \[1, 1\], threadsPerWarp = \[\d+, \d+\], warpsPerCTA = \[\d+, 1\]")
 
@@ -114,7 +116,7 @@ def laid_out(vector: int) -> Iterator[None]:
     Triton would find the same, but goes through the whole kernel for every load and store: of a long kernel that takes
     half of the compile. What it does for products and copies to shared memory is left out as well.
     """
-    from triton import knobs
+    from triton import __version__, knobs
     from triton._C.libtriton import ir, passes
 
     def hook(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: int) -> None:
@@ -154,7 +156,7 @@ def laid_out(vector: int) -> Iterator[None]:
         stages["ttgir"] = ttgir
 
     with knobs.runtime.scope():
-        if vector:
+        if vector and __version__.startswith(PASSES_OF):
             knobs.runtime.add_stages_inspection_hook = hook
         yield
 
