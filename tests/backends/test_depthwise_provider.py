@@ -18,6 +18,7 @@ from torch import nn
 from tests import warm
 from wholestep.backends import depthwise
 from wholestep.backends.choose import empty
+from wholestep.backends.contest import Contest, alike
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.made_up import neutral_inputs
@@ -81,6 +82,15 @@ def test_depthwise_convolutions_are_regions_of_their_own(part: str) -> None:
     ]
     for other in others + [{"bias": 1}] * (part == "conv"):
         assert not Triton().takes(op_of(body(part, **other))), other
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_those_that_differ_in_sizes_alone_are_alike(part: str) -> None:
+    def contest(channels: int, size: int, stride: int = 2) -> Contest:
+        shapes: dict[str, Any] = dict(image=(2, channels, size, size), weight=(channels, 1, 3, 3), groups=channels)
+        return Contest(region(body(part, stride=stride, **shapes)), [], None)
+
+    assert list(map(len, alike([contest(8, 14), contest(16, 28), contest(16, 28, stride=1)]))) == [2, 1]
 
 
 def test_other_ops_are_left_to_fusion() -> None:
