@@ -18,6 +18,7 @@ from torch import nn
 from tests import warm
 from wholestep.backends import depthwise
 from wholestep.backends.choose import empty
+from wholestep.backends.contest import Contest, alike
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.made_up import neutral_inputs
@@ -81,6 +82,15 @@ def test_depthwise_convolutions_are_regions_of_their_own(part: str) -> None:
     ]
     for other in others + [{"bias": 1}] * (part == "conv"):
         assert not Triton().takes(op_of(body(part, **other))), other
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_those_that_differ_in_sizes_alone_are_alike(part: str) -> None:
+    def contest(channels: int, size: int, stride: int = 2) -> Contest:
+        shapes: dict[str, Any] = dict(image=(2, channels, size, size), weight=(channels, 1, 3, 3), groups=channels)
+        return Contest(region(body(part, stride=stride, **shapes)), [], None)
+
+    assert list(map(len, alike([contest(8, 14), contest(16, 28), contest(16, 28, stride=1)]))) == [2, 1]
 
 
 def test_other_ops_are_left_to_fusion() -> None:
@@ -232,6 +242,25 @@ def test_kernels_with_neighbours_compile_for_a_gpu(tmp_path, monkeypatch) -> Non
     offers = [Triton().offers(laid(pruned(around(part, "silu", BF16))))[0] for part in (*PARTS, "stored")]
     offers += Triton().offers(laid(pruned(around("stored", "silu", BF16)), [WITH_GAPS]))[:1]
     assert depthwise.compile_for(offers, 90) == {}
+
+
+@pytest.mark.parametrize("part", (*PARTS, "stored"))
+def test_a_layout_that_is_given_makes_the_kernel_that_triton_finds(part: str, tmp_path, monkeypatch) -> None:
+    from triton import knobs
+    from triton.compiler import code_generator
+
+    from wholestep.backends.triton import worker
+
+    monkeypatch.setattr(code_generator, "inspect", code_generator.inspect)  # (as before, once this is over)
+    monkeypatch.setattr(code_generator, "warnings", code_generator.warnings)
+    job = Triton().offers(laid(pruned(around(part, "silu", BF16))))[0].made.functions[0].job(90)
+    assert job["vector"] == 2
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir, knobs.compilation.always_compile = str(tmp_path), True
+        found = worker.fresh({**job, "vector": 0})
+        worker.quicken()
+        given = worker.fresh(job)
+    assert given.asm["cubin"] == found.asm["cubin"]
 
 
 # ---- in Triton's interpreter -----------------------------------------------------------------------------------------

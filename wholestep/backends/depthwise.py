@@ -259,10 +259,12 @@ class Function:
     @property
     def source(self) -> str:
         """A function `main` of tensors alone."""
+        from .triton.compiling import alone
+
         names = ", ".join(f"p{i}" for i in range(len(self.tensors)))
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
         call = f"@triton.jit\ndef main({names}):\n    {self.kernel}({self.given}, {constants})\n"
-        return f"{sources()}\n\n{self.own}{call}"
+        return alone(f"{sources()}\n\n{self.own}{call}", "main")
 
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         """What a compiling process is told. `aligned`: all tensors start at multiples of 16 bytes."""
@@ -277,6 +279,8 @@ class Function:
             "stages": 1,
             "aligned": aligned,
             "capability": capability,
+            # (where tensors may start anywhere, threads that hold neighbours would still read one at a time)
+            "vector": self.constants.get("VECTOR", 0) if aligned else 0,
         }
 
 

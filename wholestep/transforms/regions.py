@@ -271,6 +271,8 @@ ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")
 SIZELESS = frozenset(f"step.{n}" for n in ("broadcast", "constant", "mean", "sum", "transpose"))
 #: attributes of theirs that results show, or that are numbers
 UNSEEN = frozenset(("phase", "shape", "type", "value"))
+#: those of grouped convolutions that say sizes. (Other convolutions wait for products, whose sizes are of their form)
+SIZES_TOO = frozenset(("groups", "input_shape", "weight_shape"))
 
 
 def matters_how_large(op: Op) -> bool:
@@ -302,7 +304,11 @@ def form_of(ops: Sequence[Op]) -> tuple[str, list[int]]:
                 numbers[value] = len(numbers)
                 line.append(text(value))
             line.append(str(numbers[value]))
-        line += [f"{k}={attribute_text(op.attributes[k])}" for k in sorted(op.attributes) if k not in UNSEEN]
+        unseen = UNSEEN
+        if "groups" in op.attributes and op.groups > 1:
+            unseen = UNSEEN | SIZES_TOO
+            line.append(f"groups={sizes.setdefault(op.groups, len(sizes))}")
+        line += [f"{k}={attribute_text(op.attributes[k])}" for k in sorted(op.attributes) if k not in unseen]
         for value in op.results:
             numbers[value] = len(numbers)
             line.append(text(value))

@@ -63,9 +63,15 @@ def padding_only(column, strips, width):
 
 
 @triton.constexpr_function
-def meets(distance, stride, strips, width):
-    """A tap at this distance from a column has a pixel of the strided image under it, and not only padding."""
-    return distance % stride == 0 and (strips > 1 or 0 <= distance // stride < width)
+def begins(column, step, strips):
+    """The first k for which `column + k * step` is not only padding."""
+    return 0 if strips > 1 else max(0, -(column // step))
+
+
+@triton.constexpr_function
+def ends(column, step, count, strips, width):
+    """The first k behind those, of so many."""
+    return count if strips > 1 else min(count, (width - 1 - column) // step + 1)
 
 
 @triton.jit
@@ -82,13 +88,21 @@ def place(COUNT, STRIPS: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, VEC
 
 
 @triton.jit
-def inside(there, first, j: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
-    """`there`, and column `first + j` is in the image: asked only if the FIRST or the LAST strip has it outside."""
-    if FIRST + j < 0:
-        there = there & (first + j >= 0)
-    if LAST + j >= WIDTH:
-        there = there & (first + j < WIDTH)
+def inside(there, column, BEFORE: tl.constexpr, BEHIND: tl.constexpr, WIDTH: tl.constexpr):
+    """`there`, and the column is in the image: asked only if some strip has it BEFORE the image, or BEHIND it."""
+    if BEFORE:
+        there = there & (column >= 0)
+    if BEHIND:
+        there = there & (column < WIDTH)
     return there
+
+
+@triton.jit
+def add_products(value, ones, others, BEGIN: tl.constexpr, END: tl.constexpr):
+    """`value` and products of two tuples, added one after the other."""
+    for k in tl.static_range(BEGIN, END):
+        value += ones[k] * others[k]
+    return value
 
 
 @triton.jit
@@ -101,7 +115,7 @@ def read_row(base, there, first, COUNT: tl.constexpr, FIRST: tl.constexpr, STEP:
         if padding_only(FIRST + j, STRIPS, WIDTH):
             values = values + (tl.zeros(base.shape, base.dtype.element_ty),)
         else:
-            mask = inside(there, first, j, FIRST, LAST, WIDTH)
+            mask = inside(there, first + j, FIRST + j < 0, LAST + j >= WIDTH, WIDTH)
             values = values + (tl.load(base + j * C, mask=mask, other=0.0),)
     return values
 
@@ -143,31 +157,29 @@ def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr
             for j in tl.static_range(COUNT):
                 value = wide[a * COUNT + j]
                 if not padding_only(FIRST + j, STRIPS, WIDTH):
-                    value = tl.where(inside(there, first, j, FIRST, LAST, WIDTH), BEFORE(value, known), 0.0)
+                    seen = inside(there, first + j, FIRST + j < 0, LAST + j >= WIDTH, WIDTH)
+                    value = tl.where(seen, BEFORE(value, known), 0.0)
                 made = made + (value,)
         wide = made
     return wide
 
 
 @triton.jit
-def count(totals, value, beside, offset, mask, first, u: tl.constexpr, STRIPS: tl.constexpr, COLUMNS: tl.constexpr,
-          WIDTH: tl.constexpr, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr,
-          STORES: tl.constexpr):  # fmt: skip
+def count(totals, value, beside, offset, mask, within, known, AFTER: tl.constexpr, SUMS: tl.constexpr,
+          BESIDE: tl.constexpr, STORES: tl.constexpr):  # fmt: skip
     """Adds what AFTER makes of a value, and of the images `beside` it at the same place, to a lane's sums; gives these
     and what is stored, which is the value itself or (STORES) what AFTER makes of it as well.
 
     The value is the one before it is rounded to be stored, as in generated kernels: to widen it again takes longer.
-    Only columns outside of the image are left out here: `whole_rows` leaves out rows, and spare lanes write no sums."""
+    Only columns that are not `within` the image are left out here: `whole_rows` leaves out rows, and spare lanes write
+    no sums."""
     seen = ()
     for k in tl.static_range(BESIDE):
         seen = seen + (tl.load(beside[k] + offset, mask=mask, other=0.0).to(tl.float32),)
     found = AFTER(value, seen, known)
     more = ()
     for k in tl.static_range(SUMS):
-        one = found[k]
-        if STRIPS * COLUMNS > WIDTH:
-            one = tl.where(inside(True, first, u, 0, (STRIPS - 1) * COLUMNS, WIDTH), one, 0.0)
-        more = more + (totals[k] + one,)
+        more = more + (totals[k] + tl.where(within, found[k], 0.0),)
     if STORES:
         value = found[SUMS]
     return more, value
@@ -217,6 +229,47 @@ def zeros(COUNT: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
     return values
 
 
+@triton.jit
+def forward_row(rows, opened, totals, weights, known, known_after, others, result, active, strip, first, t, begin, end,
+                C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+                STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+                COLUMNS: tl.constexpr, STRIPS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+                SUMS: tl.constexpr, BESIDE: tl.constexpr, STORES: tl.constexpr, PIXEL: tl.constexpr):  # fmt: skip
+    """One step of a walk: which outputs are still open after it, and a lane's sums."""
+    OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
+    COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE_W + KW
+    STEP: tl.constexpr = COLUMNS * STRIDE_W
+    values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
+    o = t - (OPEN - 1)
+    totals_before = totals
+    nothing = tl.zeros(weights[0].shape, tl.float32)
+    still = ()
+    for q in tl.static_range(OPEN):
+        for u in tl.static_range(COLUMNS):
+            if q == 0:
+                value = nothing
+            else:
+                value = opened[(q - 1) * COLUMNS + u]
+            for a in tl.static_range(STRIDE_H):
+                if q * STRIDE_H + a < KH:
+                    pixels = values[a * COUNT + u * STRIDE_W : a * COUNT + u * STRIDE_W + KW]
+                    taps = weights[(q * STRIDE_H + a) * KW : (q * STRIDE_H + a + 1) * KW]
+                    value = add_products(value, pixels, taps, begins(u * STRIDE_W - PAD_W, 1, STRIPS),
+                                         ends(u * STRIDE_W - PAD_W, 1, KW, STRIPS, W))  # fmt: skip
+            if q < OPEN - 1:
+                still = still + (value,)
+            elif not padding_only(u, STRIPS, OW):
+                within = inside(True, strip * COLUMNS + u, False, (STRIPS - 1) * COLUMNS + u >= OW, OW)
+                mask = active & (o >= begin) & (o < end) & within
+                offset = o * (OW * C) + u * C
+                if AFTER is not None:
+                    totals, value = count(totals, value, others, offset, mask, within, known_after, AFTER, SUMS, BESIDE,
+                                          STORES)  # fmt: skip
+                tl.store(result + (o * (OW * PIXEL) + u * PIXEL), value.to(result.dtype.element_ty), mask=mask)
+    totals = whole_rows((o >= begin) & (o < end), totals, totals_before, SUMS)
+    return still, totals
+
+
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                    OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr,
@@ -244,7 +297,6 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
     known_after = ()
     if AFTER is not None:
         known_after = AFTER_ONCE(after, channel)
-    nothing = tl.zeros((LANES, VECTOR), tl.float32)
     totals = zeros(SUMS, LANES, VECTOR)
     opened = zeros((OPEN - 1) * COLUMNS, LANES, VECTOR)
     if PREFETCH:
@@ -257,35 +309,53 @@ def forward_kernel(x, w, y, before, after, beside, sums, N, C: tl.constexpr, H: 
             ahead = read_rows(image, t + 1, more, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
         else:
             rows = read_rows(image, t, True, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
-        values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
-        o = t - (OPEN - 1)
-        totals_before = totals
-        still = ()
-        for q in tl.static_range(OPEN):
-            for u in tl.static_range(COLUMNS):
-                if q == 0:
-                    value = nothing
-                else:
-                    value = opened[(q - 1) * COLUMNS + u]
-                for a in tl.static_range(STRIDE_H):
-                    if q * STRIDE_H + a < KH:
-                        for j in tl.static_range(KW):
-                            if not padding_only(u * STRIDE_W + j - PAD_W, STRIPS, W):
-                                pixel = values[a * COUNT + u * STRIDE_W + j]
-                                value += pixel * weights[(q * STRIDE_H + a) * KW + j]
-                if q < OPEN - 1:
-                    still = still + (value,)
-                elif not padding_only(u, STRIPS, OW):
-                    mask = inside(active & (o >= begin) & (o < end), strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, OW)
-                    offset = o * (OW * C) + u * C
-                    if AFTER is not None:
-                        totals, value = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS,
-                                              OW, known_after, AFTER, SUMS, BESIDE, STORES)  # fmt: skip
-                    tl.store(result + (o * (OW * PIXEL) + u * PIXEL), value.to(y.dtype.element_ty), mask=mask)
-        totals = whole_rows((o >= begin) & (o < end), totals, totals_before, SUMS)
-        opened = still
+        opened, totals = forward_row(rows, opened, totals, weights, known, known_after, others, result, active, strip,
+                                     first, t, begin, end, C, H, W, OW, KH, KW, STRIDE_H, STRIDE_W, PAD_H, PAD_W,
+                                     COLUMNS, STRIPS, BEFORE, AFTER, SUMS, BESIDE, STORES, PIXEL)  # fmt: skip
     if AFTER is not None:
         write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
+
+
+@triton.jit
+def input_grad_row(row, opened, totals, weights, known_after, others, result, active, strip, t, begin, end,
+                   C: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+                   STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+                   COLUMNS: tl.constexpr, STRIPS: tl.constexpr, AFTER: tl.constexpr, SUMS: tl.constexpr,
+                   BESIDE: tl.constexpr, STORES: tl.constexpr, PIXEL: tl.constexpr):  # fmt: skip
+    """One step of a walk: which rows are still open after it, and a lane's sums."""
+    OPEN: tl.constexpr = KH if KH > STRIDE_H else STRIDE_H
+    FIRST: tl.constexpr = -((KW - 1 - PAD_W) // STRIDE_W)
+    LAST: tl.constexpr = (COLUMNS - 1 + PAD_W) // STRIDE_W
+    COUNT: tl.constexpr = LAST - FIRST + 1
+    values = widen(row, COUNT)[::-1]  # as taps meet them
+    nothing = tl.zeros(weights[0].shape, tl.float32)
+    still = ()
+    for i in tl.static_range(OPEN):
+        r = t * STRIDE_H - PAD_H + i
+        totals_before = totals
+        for u in tl.static_range(COLUMNS):
+            if i < OPEN - STRIDE_H:
+                value = opened[i * COLUMNS + u]
+            else:
+                value = nothing
+            if i < KH:
+                taps = weights[i * KW + (u + PAD_W) % STRIDE_W : (i + 1) * KW : STRIDE_W]
+                pixels = values[LAST - (u + PAD_W) // STRIDE_W : LAST - (u + PAD_W) // STRIDE_W + len(taps)]
+                value = add_products(value, pixels, taps, begins(OW - 1 - (u + PAD_W) // STRIDE_W, 1, STRIPS),
+                                     ends(OW - 1 - (u + PAD_W) // STRIDE_W, 1, len(taps), STRIPS, OW))  # fmt: skip
+            if i >= STRIDE_H:
+                still = still + (value,)
+            elif not padding_only(u, STRIPS, W):
+                within = inside(True, strip * COLUMNS + u, False, (STRIPS - 1) * COLUMNS + u >= W, W)
+                mask = active & (r >= begin) & (r < end) & within
+                offset = r * (W * C) + u * C
+                if AFTER is not None:
+                    totals, value = count(totals, value, others, offset, mask, within, known_after, AFTER, SUMS, BESIDE,
+                                          STORES)  # fmt: skip
+                tl.store(result + (r * (W * PIXEL) + u * PIXEL), value.to(result.dtype.element_ty), mask=mask)
+        if i < STRIDE_H:
+            totals = whole_rows((r >= begin) & (r < end), totals, totals_before, SUMS)
+    return still, totals
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -316,7 +386,6 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
     stop = (end - 1 + PAD_H) // STRIDE_H + 1
     # rows of dy that any walk needs: one more where walks begin at odd places
     STEPS: tl.constexpr = (ROWS - 1 + (PAD_H if ROWS % STRIDE_H == 0 else 1) % STRIDE_H) // STRIDE_H + REACH
-    nothing = tl.zeros((LANES, VECTOR), tl.float32)
     known_after = ()
     if AFTER is not None:
         known_after = AFTER_ONCE(after, channel)
@@ -331,35 +400,36 @@ def input_grad_kernel(dy, w, dx, after, beside, sums, N, C: tl.constexpr, H: tl.
             ahead = read_rows(image, t + 1, t + 1 < stop, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
         else:
             row = read_rows(image, t, True, first, 1, 0, COUNT, FIRST, STEP, STRIPS, OH, OW, C)
-        values = widen(row, COUNT)
-        still = ()
-        for i in tl.static_range(OPEN):
-            r = t * STRIDE_H - PAD_H + i
-            totals_before = totals
-            for u in tl.static_range(COLUMNS):
-                if i < OPEN - STRIDE_H:
-                    value = opened[i * COLUMNS + u]
-                else:
-                    value = nothing
-                if i < KH:
-                    for j in tl.static_range(KW):
-                        if meets(u + PAD_W - j, STRIDE_W, STRIPS, OW):
-                            value += values[(u + PAD_W - j) // STRIDE_W - FIRST] * weights[i * KW + j]
-                if i >= STRIDE_H:
-                    still = still + (value,)
-                elif not padding_only(u, STRIPS, W):
-                    there = active & (r >= begin) & (r < end)
-                    mask = inside(there, strip * COLUMNS, u, 0, (STRIPS - 1) * COLUMNS, W)
-                    offset = r * (W * C) + u * C
-                    if AFTER is not None:
-                        totals, value = count(totals, value, others, offset, mask, strip * COLUMNS, u, STRIPS, COLUMNS,
-                                              W, known_after, AFTER, SUMS, BESIDE, STORES)  # fmt: skip
-                    tl.store(result + (r * (W * PIXEL) + u * PIXEL), value.to(dx.dtype.element_ty), mask=mask)
-            if i < STRIDE_H:
-                totals = whole_rows((r >= begin) & (r < end), totals, totals_before, SUMS)
-        opened = still
+        opened, totals = input_grad_row(row, opened, totals, weights, known_after, others, result, active, strip, t,
+                                        begin, end, C, W, OW, KH, KW, STRIDE_H, STRIDE_W, PAD_H, PAD_W, COLUMNS, STRIPS,
+                                        AFTER, SUMS, BESIDE, STORES, PIXEL)  # fmt: skip
     if AFTER is not None:
         write_sums(sums, totals, n, strip, channel, active, STRIPS, C, SUMS)
+
+
+@triton.jit
+def weight_grad_row(rows, row_dy, window, products, known, first, t, H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr,
+                    KH: tl.constexpr, KW: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+                    PAD_H: tl.constexpr, PAD_W: tl.constexpr, COLUMNS: tl.constexpr, STRIPS: tl.constexpr,
+                    BEFORE: tl.constexpr):  # fmt: skip
+    """One step of a walk: which rows of dy are still needed after it, and a lane's sums."""
+    OPEN: tl.constexpr = ceil_div(KH, STRIDE_H)
+    COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE_W + KW
+    STEP: tl.constexpr = COLUMNS * STRIDE_W
+    values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
+    window = widen(row_dy, COLUMNS) + window
+    more_products = ()
+    for i in tl.static_range(KH):
+        for j in tl.static_range(KW):
+            pixels = values[(i % STRIDE_H) * COUNT + j : (i % STRIDE_H + 1) * COUNT - (KW - 1 - j) : STRIDE_W]
+            grads = window[(i // STRIDE_H) * COLUMNS : (i // STRIDE_H + 1) * COLUMNS]
+            value = add_products(products[i * KW + j], pixels, grads, begins(j - PAD_W, STRIDE_W, STRIPS),
+                                 ends(j - PAD_W, STRIDE_W, COLUMNS if COLUMNS < OW else OW, STRIPS, W))  # fmt: skip
+            more_products = more_products + (value,)
+    still = ()
+    for u in tl.static_range((OPEN - 1) * COLUMNS):
+        still = still + (window[u],)
+    return still, more_products
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -404,22 +474,8 @@ def weight_grad_kernel(x, dy, before, partials, N, C: tl.constexpr, H: tl.conste
             else:
                 rows = read_rows(image, t, here, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, C)
                 row_dy = read_row(grad + t * (OW * C), here & (t < end), left, COLUMNS, 0, COLUMNS, STRIPS, OW, C)
-            values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
-            window = widen(row_dy, COLUMNS) + window
-            more_products = ()
-            for i in tl.static_range(KH):
-                for j in tl.static_range(KW):
-                    value = products[i * KW + j]
-                    for u in tl.static_range(COLUMNS):
-                        if not (padding_only(u, STRIPS, OW) or padding_only(u * STRIDE_W + j - PAD_W, STRIPS, W)):
-                            pixel = values[(i % STRIDE_H) * COUNT + u * STRIDE_W + j]
-                            value += pixel * window[(i // STRIDE_H) * COLUMNS + u]
-                    more_products = more_products + (value,)
-            products = more_products
-            still = ()
-            for u in tl.static_range((OPEN - 1) * COLUMNS):
-                still = still + (window[u],)
-            window = still
+            window, products = weight_grad_row(rows, row_dy, window, products, known, first, t, H, W, OW, KH, KW,
+                                               STRIDE_H, STRIDE_W, PAD_H, PAD_W, COLUMNS, STRIPS, BEFORE)  # fmt: skip
     write_sums(partials, products, group, strip, channel, active, STRIPS, C, KH * KW)
 
 

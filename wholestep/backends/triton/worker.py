@@ -11,6 +11,7 @@ import base64
 import ctypes
 import gc
 import hashlib
+import inspect
 import json
 import linecache
 import os
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +90,7 @@ def fresh(job: dict[str, Any]) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))} if job["aligned"] else {}
     target = GPUTarget("cuda", job["capability"], 32)
     options = {"num_warps": job["warps"], "num_stages": job["stages"]}
-    with lean():
+    with lean(), laid_out(job.get("vector", 0)):
         return triton.compile(ASTSource(function, signature, {}, attributes), target=target, options=options)
 
 
@@ -101,6 +104,64 @@ def lean() -> Iterator[None]:
         for name in ("disable_line_info", "store_binary_only"):
             if f"TRITON_{name.upper()}" not in os.environ:
                 setattr(knobs.compilation, name, True)
+        yield
+
+
+#: the Triton whose passes `laid_out` runs
+PASSES_OF = "3.6."
+#: how threads share a tensor of two dimensions before Triton has looked at its loads
+SHARED = re.compile(r"sizePerThread = \[1, 1\], threadsPerWarp = \[\d+, \d+\], warpsPerCTA = \[\d+, 1\]")
+
+
+@contextmanager
+def laid_out(vector: int) -> Iterator[None]:
+    """Gives a thread `vector` neighbours of one row of every tensor; 0 leaves that to Triton.
+
+    Triton would find the same, but goes through the whole kernel for every load and store: of a long kernel that takes
+    half of the compile. What it does for products and copies to shared memory is left out as well.
+    """
+    from triton import __version__, knobs
+    from triton._C.libtriton import ir, passes
+
+    def hook(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: int) -> None:
+        warps = options.num_warps
+        wanted = f"sizePerThread = [1, {vector}], threadsPerWarp = [32, 1], warpsPerCTA = [{warps}, 1]"
+
+        def run(module: Any, *steps: Any) -> None:
+            manager = ir.pass_manager(module.context)
+            for step in steps:
+                step(manager)
+            manager.run(module, "wholestep")
+
+        def ttgir(module: Any, metadata: dict[str, Any]) -> Any:
+            run(module, lambda m: passes.ttir.add_convert_to_ttgpuir(m, f"cuda:{capability}", warps, 32, 1))
+            with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+                file.write(SHARED.sub(wanted, str(module)))
+                file.flush()
+                found = ir.parse_mlir_module(file.name, module.context)
+            found.context = module.context
+            run(
+                found,
+                passes.ttgpuir.add_remove_layout_conversions,
+                passes.ttir.add_loop_aware_cse,
+                passes.common.add_canonicalizer,
+                passes.ttir.add_triton_licm,
+                passes.common.add_canonicalizer,
+                passes.ttgpuir.add_reorder_instructions,
+                passes.ttir.add_loop_aware_cse,
+                passes.common.add_symbol_dce,
+                passes.common.add_sccp,
+                passes.common.add_cse,
+                passes.common.add_canonicalizer,
+            )
+            metadata["tensordesc_meta"] = found.get_tensordesc_metadata()
+            return found
+
+        stages["ttgir"] = ttgir
+
+    with knobs.runtime.scope():
+        if vector and __version__.startswith(PASSES_OF):
+            knobs.runtime.add_stages_inspection_hook = hook
         yield
 
 
@@ -159,6 +220,27 @@ def functions_of(source: str, file: str, stand_ins: dict[str, Any] | None = None
     return space
 
 
+def quicken() -> None:
+    """Has Triton's front end ask once for the signatures of what kernels call, and leave warnings as they are: it does
+    both for every word of a kernel, which takes it half of its time."""
+    from triton.compiler import code_generator
+
+    @cache
+    def signature(function: Any) -> Any:
+        return inspect.signature(function)
+
+    def known(function: Any) -> Any:
+        return signature(getattr(function, "__func__", function))  # (of a method, whatever it belongs to)
+
+    def ignore(*_: Any) -> None:
+        pass
+
+    code_generator.inspect = SimpleNamespace(**{**vars(inspect), "signature": known})
+    code_generator.warnings = SimpleNamespace(
+        **{**vars(warnings), "catch_warnings": nullcontext, "simplefilter": ignore}
+    )
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of local memory per thread, where what does not fit into registers goes."""
     import triton
@@ -186,6 +268,7 @@ def main() -> None:
     os.dup2(2, 1)  # what compilers print is no answer
     gc.disable()  # a tenth of a compile, and this process does not live long
     with suppress(Exception):  # whatever is in the way is the answer to the first job
+        quicken()
         fresh(NOTHING)
     for line in sys.stdin:
         job = json.loads(line)
