@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.backends.test_choose import CPU, Aped, SlowAten, nothing_written, region
 from wholestep.backends import choose, contest, providers
 from wholestep.backends.choose import Choices
 from wholestep.backends.contest import Contest
+from wholestep.backends.made_up import neutral_inputs
 from wholestep.backends.providers import Aten, Launcher, Offer, Progress, Region, copying, op_by_op
 from wholestep.backends.store import Store
+from wholestep.backends.trial import empty
 
 
 class Several(Aped):
@@ -284,3 +287,17 @@ def test_a_way_that_is_clearly_slower_is_called_twice() -> None:
     assert Choices(CPU, []).time(slow, 1e-4) > 3e-3 and len(calls) == 2
     calls.clear()
     assert Choices(CPU, []).time(slow) > 3e-3 and len(calls) > 3
+
+
+def test_tensors_of_some_size_are_timed_in_turns_but_not_those_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch keeps a table of where its tensors are: others would be new to it while a graph is captured."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 50, 1 << 50))
+    monkeypatch.setattr(choose, "empty", lambda spec, device: empty(spec, CPU))
+    wanted = region(64)
+    monkeypatch.setattr(choose, "FROM", wanted.bytes)
+    choices, inputs = Choices(torch.device("cuda"), []), neutral_inputs(wanted, False)
+    sets = choices.spares(wanted, inputs)
+    assert len(sets) == choose.SPARES and all(torch.equal(s[0], inputs[0]) for s in sets)
+    assert sets[0][0].data_ptr() != inputs[0].data_ptr()
+    assert choices.spares(replace(wanted, parts=(wanted, wanted)), inputs) == []
+    assert choices.spares(region(32), inputs) == [] == Choices(CPU, []).spares(wanted, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from tests.transforms.test_layout import batch, program, resnet, window
 from wholestep.backends import layouts
 from wholestep.backends.choose import Choices
 from wholestep.backends.layouts import MODEL, TIME_IS_UP, LayoutClock, region_as_product, region_in
-from wholestep.backends.providers import Aten, Cpp, Region, op_by_op
+from wholestep.backends.providers import Aten, Cpp, Region, Triton, op_by_op
 from wholestep.backends.store import Store
 from wholestep.ir.builtin import finish_function
-from wholestep.ir.core import Op
+from wholestep.ir.core import Op, Value
 from wholestep.ir.types import BF16, F32, ScalarType
 from wholestep.machine.description import load_description
 from wholestep.transforms import opportunity
@@ -49,6 +50,15 @@ def pooling() -> Op:
     finish_function(function, [y])
     assert y.op is not None
     return y.op
+
+
+def alone(shapes: Sequence[tuple[int, ...]], build: Callable[..., Value]) -> Op:
+    """One op on tensors of bf16."""
+    _, b, given, function = program(*shapes, element=BF16)
+    made = build(b, *given)
+    finish_function(function, [made])
+    assert made.op is not None
+    return made.op
 
 
 class Fake(LayoutClock):
@@ -180,6 +190,37 @@ def test_on_a_gpu_the_product_counts_where_the_convolution_would_lose() -> None:
     clock = Gpu(torch.device("cuda"))
     clock.rows = 1.0
     assert ask(clock, op) == [(1.0, 0.5)] and clock.products == 1
+
+
+def test_convolutions_count_in_the_form_that_a_plan_has() -> None:
+    """On images, without a bias, input gradients as convolutions: so others have kernels for them."""
+    gpu = torch.device("cuda")
+    image, kernel, bias, made = (4, 128, 16000), (256, 128, 2), (256,), (4, 256, 16008)
+    window = {"stride": (1,), "padding": (8,), "dilation": (8,)}
+    ops = [
+        alone([image, kernel, bias], lambda b, x, w, a: b.conv(x, w, a, **window)),
+        alone([made, kernel], lambda b, dy, w: b.conv_input_grad(dy, w, input_shape=image, **window)),
+        alone([image, made], lambda b, x, dy: b.conv_weight_grad(x, dy, weight_shape=kernel, **window)),
+    ]
+    clock = LayoutClock(gpu, choices=Choices(gpu, [Aten(), Triton()]))
+    for op, name in zip(ops, ("conv", "conv", "conv_weight_grad"), strict=True):
+        region = clock.by_others(op)
+        assert region is not None and [each.name for each in region.ops] == [f"step.{name}"]
+        assert [len(s.shape) for s in region.operands] == [4, 4] and not Triton().claims(region)
+        assert LayoutClock(gpu, choices=Choices(gpu, [Aten()])).by_others(op) is None
+    op = alone([image, (256, 128, 1)], lambda b, x, w: b.conv(x, w, stride=(1,), padding=(0,), dilation=(1,)))
+    assert clock.by_others(op) is None and region_as_product(op, CPU) is not None
+
+
+def test_the_form_of_a_plan_is_timed_where_the_op_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, asked = torch.device("cuda"), list[Region]()
+    op = alone([(4, 128, 16000), (256, 128, 2)], lambda b, x, w: b.conv(x, w, stride=(1,), padding=(8,), dilation=(8,)))
+    monkeypatch.setattr(Choices, "times", lambda self, regions: asked.extend(regions) or [0.5] * len(regions))
+    clock = Fake(gpu, choices=Choices(gpu, [Aten(), Triton()]))
+    assert ask(clock, op) == [(3.0, 2.0)] and not asked
+    clock = Fake(gpu, choices=Choices(gpu, [Aten(), Triton()]))
+    clock.rows = 1.0
+    assert ask(clock, op) == [(1.0, 0.5)] and len(asked) == 1
 
 
 def test_depthwise_convolutions_are_not_timed_on_a_gpu() -> None:

@@ -568,6 +568,8 @@ class Choices:
         tells little of one that does not, as most do in a step."""
         if self.device.type != "cuda" or not (is_product(region) or FROM <= region.bytes < UP_TO):
             return []
+        if region.parts:  # (a batch has a table of where its tensors are, which a graph keeps)
+            return []
         free = torch.cuda.mem_get_info(self.device)[0]
         count = SPARES if free > 8 * region.bytes else 0
         sets = [[empty(s, self.device) for s in region.specs] for _ in range(count)]

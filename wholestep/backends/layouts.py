@@ -1,8 +1,9 @@
 """How long ops and copies take in either layout on this machine: the clock that `transforms/layout.py` decides by.
 
 An op is run alone, by ATen, on made-up tensors that lie row by row and on some with channels as neighbours. Where it
-is quicker row by row, it also runs with channels as neighbours as the product that it becomes on a GPU, and by kernels
-of ours. Equal ops are timed once per machine: times are kept in the store. What cannot be timed is said, and modelled.
+is quicker row by row, it also runs with channels as neighbours as the product that it becomes on a GPU, and by other
+providers, in the form that it has when a plan is made. Equal ops are timed once per machine: times are kept in the
+store. What cannot be timed is said, and modelled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..ir.types import F32, TensorType
 from ..machine.describe import memory_bytes
 from ..machine.description import Description
 from ..transforms import pointwise_convolution  # noqa: F401  (it registers)
+from ..transforms.backward_forms import FORMS
 from ..transforms.expand import has_expansion
 from ..transforms.layout import as_images
 from ..transforms.layout_prices import Move, Pair
@@ -110,7 +112,7 @@ class LayoutClock:
         new = [case for case in cases if case not in self.known and not self.closed]
         timed = [cases[case] for case in new if not self.is_kept(case, cases[case])]
         if self.choices is not None:  # compiled while the ops before them are timed
-            self.choices.expect(region_in(op, True, self.device) for op in timed if self.others(op))
+            self.choices.expect(filter(None, map(self.by_others, timed)))
         for done, case in enumerate(new, 1):
             self.known[case] = self.pair(case, cases[case])
             self.say(done, len(new))
@@ -156,7 +158,20 @@ class LayoutClock:
 
     def others(self, op: Op) -> list[Provider]:
         """The providers, where somebody among them has kernels for an op."""
-        return self.choices.providers if self.choices is not None and self.choices.takes(op) else []
+        return [] if self.choices is None or self.by_others(op) is None else self.choices.providers
+
+    def by_others(self, op: Op) -> Region | None:
+        """An op with channels as neighbours as others than ATen have kernels for it; None where nobody has."""
+        if self.choices is None:
+            return None
+        if self.device.type == "cuda" and is_convolution(op):
+            if region_as_product(op, self.device) is not None:  # the libraries'
+                return None
+            region = region_as_planned(op, self.device)
+        else:
+            region = region_in(op, True, self.device)
+        able = any(self.choices.takes(each) or self.choices.runs_alone(each.name) for each in region.ops)
+        return region if able else None
 
     def leaves(self, op: Op) -> bool:
         """Whether an op is not timed: cuDNN compiles a kernel for every size of a depthwise convolution, which takes
@@ -210,9 +225,10 @@ class LayoutClock:
         product = region_as_product(op, self.device) if other < best and self.device.type == "cuda" else None
         if product is not None:
             best = min(best, self.time_region(product, best))
-        if other < best and self.choices is not None and self.others(op):
+        own = self.by_others(op) if other < best else None
+        if self.choices is not None and own is not None:
             before = self.choices.seconds["build"]
-            best = min(best, *self.choices.times([last]))
+            best = min(best, *self.choices.times([own]))
             self.shared += self.choices.seconds["build"] - before
         return {ROWS: other, LAST: best}
 
@@ -297,19 +313,39 @@ def operands_of(function: Op, last: bool) -> list[Spec]:
 
 def region_as_product(op: Op, device: torch.device) -> Region | None:
     """A convolution with channels as neighbours as the product that `pointwise_convolution` makes of it, or None."""
-    if not is_convolution(op) or op.operands[0].type.rank < 4:
+    if not is_convolution(op):
         return None
-    function = function_of(op)
-    block = function.regions[0].block
-    (own,) = (each for each in block if not each.definition.terminator)
-    b = StepBuilder(block, own, own.loc, own.phase)
-    images = [v for v in block.arguments if v.type.rank >= 4]
-    layouts = {v: b.layout(v, order=channels_last(v.type.rank)) for v in images}  # which says that they lie so
-    own.set_operands([layouts.get(v, v) for v in own.operands])
+    function = known_to_be_last(op)
     if not take(root_of(function), ["pointwise_convolution"]):
         return None
-    for value, laid in layouts.items():
-        laid.replace_by(value)
-        assert laid.op is not None
-        laid.op.erase()
+    for each in list(function.regions[0].block):
+        if each.name == "step.layout":
+            each.result.replace_by(each.x)
+            each.erase()
     return region_of(function, None, operands_of(function, True), device)
+
+
+def region_as_planned(op: Op, device: torch.device) -> Region:
+    """A convolution with channels as neighbours as it is when a plan is made: on images, its bias apart, an input
+    gradient as a convolution."""
+    function = known_to_be_last(op)
+    take(root_of(function), FORMS)
+    own, *others = (each for each in function.regions[0].block if is_convolution(each))
+    if others:
+        return region_in(op, True, device)
+    alone = function_of(own)
+    return region_of(alone, None, operands_of(alone, True), device)
+
+
+def known_to_be_last(op: Op) -> Op:
+    """A function of one convolution whose images are said to have channels as neighbours."""
+    function = function_of(op)
+    block = function.regions[0].block
+    if op.operands[0].type.rank == 3:
+        as_images(next(iter(block)))
+    (own,) = (each for each in block if is_convolution(each))
+    b = StepBuilder(block, own, own.loc, own.phase)
+    images = [v for v in own.operands if v.type.rank >= 4]
+    layouts = {v: b.layout(v, order=channels_last(v.type.rank)) for v in dict.fromkeys(images)}
+    own.set_operands([layouts.get(v, v) for v in own.operands])
+    return function
