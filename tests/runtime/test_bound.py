@@ -58,3 +58,6 @@ def test_cells_hold_the_numbers_of_their_step() -> None:
     ):
         cells.fill([one, None if alike else other], (0, 0, 0), alike)
         assert [float(cells.tensors[n]) for n in (0, 1)] == [one, other]
+    # at multiples of 16 bytes, so that kernels that read them are those for aligned tensors
+    begin = cells.memory.data_ptr()
+    assert [t.data_ptr() - begin for t in cells.tensors.values()] == [at for at, _, _ in cells.layout()] == [32, 48]
