@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ from tests.bench import strange_networks
 from wholestep.bench import agreement, jax_contender, workload
 from wholestep.bench.field import Field, Spent
 from wholestep.bench.race import Reference, verdict
-from wholestep.bench.worker import nudge, serve
+from wholestep.bench.record import refused_lines
+from wholestep.bench.worker import REFUSED, nudge, refused_by_the_clock, serve
 from wholestep.cli.main import main
 from wholestep.errors import InputError
+from wholestep.transforms.opportunity import Change, Opportunity
 
 NETWORKS = "tests.bench.strange_networks"
 
@@ -51,6 +54,7 @@ def test_ours_and_eager_train_alike_and_answer_all_orders() -> None:
     ours, timed, memory, facts, profile = serving("wholestep", "plain", *orders)
     assert verdict(ours["losses"], Reference(theirs["losses"], 1e-6))["status"] == "agrees"
     assert len(set(theirs["losses"])) == 3 and facts["moved / bound"] >= 1
+    assert facts["refused"] == []  # (on a CPU the clock has no say in what is one kernel)
     assert rounded["rounded"]["nudged"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert timed["seconds"] > 0 and timed["steps"] >= 3
     parameters = 8 * 8 + 8 + 8 * 3 + 3
@@ -197,3 +201,19 @@ def test_further_cases_are_begun_while_there_is_time_for_them(
     assert groups == [["gpt2@tiny", "vit@tiny"]] and "dlrm@tiny: not begun" in capsys.readouterr().out
     main(["bench", *names, *common, "--seconds", "300"])
     assert groups[1:] == [["gpt2@tiny", "vit@tiny"], ["dlrm@tiny"]]
+
+
+def test_what_was_slower_as_one_kernel_is_told_by_kind() -> None:
+    def found(layer: int, bytes: int, why: str) -> Opportunity:
+        return Opportunity(
+            "fuse", f"step/layers.{layer}.norm/sum#0 <- step/layers.{layer}/contract#1", Change(-bytes), why
+        )
+
+    slower = "measured: 12.0 us as one kernel, 10.0 us apart"
+    told = refused_by_the_clock([found(1, 30, slower), found(2, 50, slower), found(3, 10**9, "it is forbidden")])
+    site = "step/layers.*.norm/sum#* <- step/layers.*/contract#*"
+    assert told == [{"site": site, "count": 2, "bytes": 80, "why": slower}]
+    many = [replace(found(0, 1, slower), site=f"step/{chr(97 + i)}") for i in range(20)]
+    assert len(refused_by_the_clock(many)) == REFUSED
+    assert refused_lines(told)[-1] == f"| {site} | 2 | 0.00 | 12.0 us as one kernel, 10.0 us apart |"
+    assert refused_lines([]) == []

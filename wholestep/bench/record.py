@@ -137,4 +137,12 @@ def share_lines(facts: Mapping[str, Any]) -> list[str]:
             )
     phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in facts["seconds"].items())
     lines = markdown_table(("of ours", "launches", "distinct", "GB", "share", "measured ms", "modelled ms"), rows)
-    return [*lines, "", f"Compile seconds: {phases}. {facts['execution']}."]
+    return [*lines, "", f"Compile seconds: {phases}. {facts['execution']}.", *refused_lines(facts.get("refused", ()))]
+
+
+def refused_lines(refused: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of ours could move fewer bytes and was slower so."""
+    if not refused:
+        return []
+    rows = [[r["site"], str(r["count"]), f"{r['bytes'] / 1e9:.2f}", r["why"].partition(": ")[2]] for r in refused]
+    return ["", *markdown_table(("slower as one kernel", "times", "GB", "the first of them"), rows)]

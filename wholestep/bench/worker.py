@@ -11,13 +11,14 @@ import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -26,6 +27,11 @@ from .contenders import Trainer, is_ours, make, torch_step
 from .memory import Peak, release, size_of
 from .workload import Batch, Case, Workload, build
 
+if TYPE_CHECKING:
+    from ..transforms.opportunity import Opportunity
+
+#: kinds of kernels that are told of which were slower as one
+REFUSED = 12
 #: steps that are taken before a block is timed: others have used the caches meanwhile
 WARM = 2
 LEAST, MOST = 3, 200
@@ -109,7 +115,8 @@ class Worker:
         whole = self.trainer.whole if self.trainer is not None else None
         if whole is None:
             return {}
-        from ..runtime.report import report_of  # only ours pays for importing it
+        from ..runtime.fusions import refused  # only ours pays for importing it
+        from ..runtime.report import report_of
 
         report = json.loads(report_of(whole, eager=False).rendered("json"))
         movement, kernels = report["movement"], report.get("kernels") or {}
@@ -126,6 +133,7 @@ class Worker:
             "providers": kernels.get("providers", {}),
             "families": kernels.get("families", {}),
             "excluded": [f"{each['way']}: {each['why']}" for each in kernels.get("excluded", [])],
+            "refused": refused_by_the_clock(refused(whole._compiled.planned)),
         }
 
     def rounded(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +231,19 @@ class Worker:
         if self.trainer.whole is not None:
             return profiles.of_ours(self.trainer.whole, lambda: step(batch), self.device, PROFILED)
         return profiles.of_torch(lambda: step(batch), self.device, PROFILED)
+
+
+def refused_by_the_clock(found: Iterable[Opportunity]) -> list[dict[str, Any]]:
+    """Kernels that were slower as one: what would have been saved, layers that differ in numbers alone together, the
+    most bytes first."""
+    groups: dict[str, dict[str, Any]] = {}
+    for each in found:
+        if each.why_not.startswith("measured:"):
+            group = groups.setdefault(re.sub(r"\d+", "*", each.site), {"count": 0, "bytes": 0, "why": each.why_not})
+            group["count"] += 1
+            group["bytes"] -= each.change.bytes
+    heaviest = sorted(groups.items(), key=lambda item: -item[1]["bytes"])
+    return [{"site": site, **group} for site, group in heaviest[:REFUSED]]
 
 
 def nudge(model: torch.nn.Module) -> None:
