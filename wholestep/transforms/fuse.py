@@ -110,25 +110,31 @@ class Reach:
     def __init__(self, nodes: list[Op]):
         self.nodes = nodes
         self.number = {op: i for i, op in enumerate(nodes)}
-        self.before = np.zeros((len(nodes), -(-len(nodes) // 64)), np.uint64)
+        #: a column per op: bits of those that it needs. (Rows lie in one piece: who needs an op is asked most)
+        self.before = np.zeros((-(-len(nodes) // 64), len(nodes)), np.uint64)
         for i, op in enumerate(nodes):
             for value in op.operands:
                 maker = self.number.get(value.op) if value.op is not None else None
                 if maker is not None:
-                    self.before[i] |= self.before[maker]
-                    self.before[i, maker >> 6] |= np.uint64(1 << (maker & 63))
+                    self.before[:, i] |= self.before[:, maker]
+                    self.before[maker >> 6, i] |= np.uint64(1 << (maker & 63))
 
     def bits(self, ops: Iterable[Op]) -> np.ndarray:
-        found = np.zeros(self.before.shape[1], np.uint64)
+        found = np.zeros(self.before.shape[0], np.uint64)
         for op in ops:
             i = self.number[op]
             found[i >> 6] |= np.uint64(1 << (i & 63))
         return found
 
+    def behind(self, own: np.ndarray) -> np.ndarray:
+        """The numbers of those that need one of some ops, which are given as bits."""
+        words = np.flatnonzero(own)
+        return np.flatnonzero(np.bitwise_or.reduce(self.before[words] & own[words, None], axis=0))
+
     def between(self, a: Sequence[Op], b: Sequence[Op]) -> Op | None:
         """An op that reads from one of two groups and that the other needs. Views come along with their readers."""
         inside = {*a, *b}
-        for group, needed in ((a, self.before[self.number[b[0]]]), (b, self.before[self.number[a[0]]])):
+        for group, needed in ((a, self.before[:, self.number[b[0]]]), (b, self.before[:, self.number[a[0]]])):
             pending = [u for op in group for r in op.results for u in r.uses]
             seen = set(inside)
             while pending:
@@ -146,22 +152,22 @@ class Reach:
     def needs(self, one: Op, other: Op) -> bool:
         """Whether an op must run after another."""
         i = self.number[other]
-        return bool(int(self.before[self.number[one], i >> 6]) >> (i & 63) & 1)
+        return bool(int(self.before[i >> 6, self.number[one]]) >> (i & 63) & 1)
 
     def unite(self, members: Sequence[Op]) -> None:
         """From now on these run together, after everything that any of them needs."""
         own = self.bits(members)
         rows = [self.number[op] for op in members]
-        known = self.before[rows]
-        needed = np.bitwise_or.reduce(known, axis=0) & ~own
+        known = self.before[:, rows]
+        needed = np.bitwise_or.reduce(known, axis=1) & ~own
         for place, i in enumerate(rows):
-            known[place, i >> 6] |= np.uint64(1 << (i & 63))
+            known[i >> 6, place] |= np.uint64(1 << (i & 63))
         # whoever runs after one of them has what that one needs: only where the others need more are there new bits
-        missing = np.flatnonzero(np.bitwise_or.reduce((needed | own) & ~known, axis=0))
-        words = np.flatnonzero(own)
-        later = np.flatnonzero((self.before[:, words] & own[words]).any(axis=1))
-        self.before[np.ix_(later, missing)] |= (needed | own)[missing]
-        self.before[rows] = needed
+        missing = np.flatnonzero(np.bitwise_or.reduce((needed | own)[:, None] & ~known, axis=1))
+        later = self.behind(own)
+        for word in missing:
+            self.before[word, later] |= (needed | own)[word]
+        self.before[:, rows] = needed[:, None]
 
 
 @dataclass(slots=True)

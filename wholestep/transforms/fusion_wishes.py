@@ -112,8 +112,8 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
             return f"{fuser.names[op]}: {why}"
     reach = fuser.reach
     own = reach.bits(ops)
-    needed = np.bitwise_or.reduce(reach.before[[reach.number[op] for op in ops]], axis=0) & ~own
-    for i in np.flatnonzero(((reach.before & own) != 0).any(axis=1)).tolist():
+    needed = np.bitwise_or.reduce(reach.before[:, [reach.number[op] for op in ops]], axis=1) & ~own
+    for i in reach.behind(own).tolist():
         if int(needed[i >> 6]) >> (i & 63) & 1 and not is_view(fuser.nodes[i]):
             return f"{fuser.names[fuser.nodes[i]]} must run between its ops"
     return fuser.bodies(piece_of(ops, fuser.position)).why_not
