@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +20,17 @@ from wholestep.backends.choose import Choices
 from wholestep.backends.layouts import MODEL, TIME_IS_UP, LayoutClock, region_as_product, region_in
 from wholestep.backends.providers import Aten, Cpp, Region, Triton, op_by_op
 from wholestep.backends.store import Store
+from wholestep.capture.capture import capture
 from wholestep.ir.builtin import finish_function
 from wholestep.ir.core import Op, Value
 from wholestep.ir.types import BF16, F32, ScalarType
 from wholestep.machine.description import load_description
+from wholestep.options import Options
+from wholestep.training.build import build_step
+from wholestep.training.optimizers import plan_optimizer
 from wholestep.transforms import opportunity
 from wholestep.transforms.layout_prices import Move, case_of
+from wholestep.transforms.layout_rules import is_convolution
 from wholestep.transforms.opportunity import whatever
 
 CPU = torch.device("cpu")
@@ -210,6 +216,25 @@ def test_convolutions_count_in_the_form_that_a_plan_has() -> None:
         assert LayoutClock(gpu, choices=Choices(gpu, [Aten()])).by_others(op) is None
     op = alone([image, (256, 128, 1)], lambda b, x, w: b.conv(x, w, stride=(1,), padding=(0,), dilation=(1,)))
     assert clock.by_others(op) is None and region_as_product(op, CPU) is not None
+
+
+@pytest.mark.parametrize("rank, transposed", [(n, t) for n in (1, 2, 3) for t in (False, True)])
+def test_every_convolution_has_a_form(rank: int, transposed: bool) -> None:
+    """Also where that is no convolution any more: 1x1 input gradients that skip pixels are products of the others."""
+    gpu = torch.device("cuda")
+    clock = LayoutClock(gpu, choices=Choices(gpu, [Aten(), Triton()]))
+    kinds = [(nn.Conv1d, nn.Conv2d, nn.Conv3d), (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)]
+    layer, seen = kinds[transposed][rank - 1], 0
+    for kernel, stride, padding, groups, bias in itertools.product((1, 3), (1, 2), (0, 1), (1, 8), (True, False)):
+        sizes = {"kernel_size": kernel, "stride": stride, "padding": padding, "groups": groups, "bias": bias}
+        model = nn.Sequential(layer(8, 8, 3, padding=1), layer(8, 8, **sizes))
+        captured = capture(model, lambda m, x: m(x).square().mean(), (torch.zeros(2, 8, *[6] * rank),))
+        plan = plan_optimizer(torch.optim.SGD(model.parameters(), 0.1), captured.parameters, None)
+        function = build_step(captured, plan, Options(precision="bf16")).function
+        for op in [op for op in function.regions[0].block if is_convolution(op)]:
+            region, seen = clock.by_others(op), seen + 1
+            assert region is None or any(map(is_convolution, region.ops))
+    assert seen == 32 * 5  # forward and both gradients, but for the gradient of the batch
 
 
 def test_the_form_of_a_plan_is_timed_where_the_op_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:

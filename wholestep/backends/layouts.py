@@ -330,10 +330,10 @@ def region_as_planned(op: Op, device: torch.device) -> Region:
     gradient as a convolution."""
     function = known_to_be_last(op)
     take(root_of(function), FORMS)
-    own, *others = (each for each in function.regions[0].block if is_convolution(each))
-    if others:
+    found = [each for each in function.regions[0].block if is_convolution(each)]
+    if len(found) != 1:  # (such as none, where it is a product of some of the pixels)
         return region_in(op, True, device)
-    alone = function_of(own)
+    alone = function_of(found[0])
     return region_of(alone, None, operands_of(alone, True), device)
 
 
