@@ -84,6 +84,7 @@ class LayoutClock:
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[str, Pair | None] = field(default_factory=dict)
     copied: dict[Move, float | None] = field(default_factory=dict)
+    forms: dict[Op, Region | None] = field(default_factory=dict)
 
     # ---- what is asked -----------------------------------------------------------------------------------------------
 
@@ -134,6 +135,7 @@ class LayoutClock:
     def close(self) -> float:
         """Nothing is timed any more, and what operands took is the step's again; the seconds that were spent."""
         self.closed = True
+        self.forms.clear()
         if self.device.type == "cuda" and self.measured:
             torch.cuda.empty_cache()
         return self.seconds
@@ -162,6 +164,11 @@ class LayoutClock:
 
     def by_others(self, op: Op) -> Region | None:
         """An op with channels as neighbours as others than ATen have kernels for it; None where nobody has."""
+        if op not in self.forms:
+            self.forms[op] = self.form_for_others(op)
+        return self.forms[op]
+
+    def form_for_others(self, op: Op) -> Region | None:
         if self.choices is None:
             return None
         if self.device.type == "cuda" and is_convolution(op):
