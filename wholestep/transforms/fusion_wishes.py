@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..errors import InputError
 from ..ir.core import Op, Value
 from .again_wishes import NAME
@@ -111,9 +109,8 @@ def why_not_together(fuser: Fuser, ops: Sequence[Op]) -> str:
         if why := why_apart(fuser, op, len(ops) > 1):
             return f"{fuser.names[op]}: {why}"
     reach = fuser.reach
-    own = reach.bits(ops)
-    needed = np.bitwise_or.reduce(reach.before[:, [reach.number[op] for op in ops]], axis=1) & ~own
-    for i in reach.behind(own).tolist():
+    needed = reach.needed(ops)
+    for i in reach.behind(reach.bits(ops)).tolist():
         if int(needed[i >> 6]) >> (i & 63) & 1 and not is_view(fuser.nodes[i]):
             return f"{fuser.names[fuser.nodes[i]]} must run between its ops"
     return fuser.bodies(piece_of(ops, fuser.position)).why_not
