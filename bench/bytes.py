@@ -5,7 +5,8 @@
 region that Triton or wgmma claims is taken to win by its first guess, cuDNN takes the attention and convolutions that
 it can, and pieces around products are chosen by their bytes and products at the speeds below. `--layer PATTERN` lists
 the kernels of some layers in the order in which they run, each with all that it reads and writes; `--rows N` says how
-many groups are shown, `--json FILE` keeps the figures. Kernels of a real step are chosen by the clock: it may differ.
+many groups are shown, `--json FILE` keeps the figures. Kernels of a real step are chosen by the clock: `--compiled`
+is that step, compiled on the GPU of this machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import wholestep as ws  # noqa: E402
 from wholestep.api import (  # noqa: E402
     DEFAULTS,
     FIRST,
@@ -150,6 +152,16 @@ def planned(workload: Workload) -> Planned:
     strides = argument_strides(program, step, batch, laid_by_step(program))
     with patch.object(wgmma_ways, "why_absent", return_value=""):  # as if the GPU were here
         return planned_function(program.function, GPU, host_numbers(program, optimizer), strides, choices=choices)
+
+
+def compiled(workload: Workload) -> Movement:
+    """The step of a network as it runs on the GPU of this machine."""
+    step = ws.compile(
+        workload.model, workload.loss_fn, workload.optimizer()[0], workload.batch(0, "cuda"), precision="bf16"
+    )
+    movement = step.report().movement
+    assert movement is not None
+    return movement
 
 
 # ---- what is beyond the bound ----------------------------------------------------------------------------------------
@@ -301,12 +313,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=25, help="groups of kernels that are shown")
     parser.add_argument("--layer", default="", help="kernels of layers of this pattern, in order")
     parser.add_argument("--json", type=pathlib.Path, help="where figures are kept")
+    parser.add_argument("--compiled", action="store_true", help="compile it on the GPU here, instead of guessing")
     args = parser.parse_args(arguments)
     kept_figures: dict[str, Any] = {}
     for text in args.networks:
         name, _, size = text.partition("@")
         start = time.perf_counter()
-        movement = movement_of(planned(build(Case(name, size or "full"), "cpu")), load_description("h200"))
+        workload = build(Case(name, size or "full"), "cuda" if args.compiled else "cpu")
+        guessed = None if args.compiled else movement_of(planned(workload), load_description("h200"))
+        movement = compiled(workload) if guessed is None else guessed
         groups = groups_of(movement)
         print("\n".join(page(text, movement, groups, args.rows)))
         if args.layer:

@@ -1,7 +1,7 @@
 """How long ops and copies take in either layout on this machine: the clock that `transforms/layout.py` decides by.
 
-An op is run alone, by ATen, on made-up tensors that lie row by row and on some with channels as neighbours. Where it
-is quicker row by row, it also runs with channels as neighbours as the product that it becomes on a GPU, and by other
+An op is run alone, by ATen, on made-up tensors that lie row by row and on some with channels as neighbours. Unless it
+is far slower row by row, it also runs with channels as neighbours as the product that it becomes on a GPU, and by other
 providers, in the form that it has when a plan is made. Equal ops are timed once per machine: times are kept in the
 store. What cannot be timed is said, and modelled.
 """
@@ -53,6 +53,8 @@ PATIENCE = {"cuda": 2.0, "cpu": 5.0}
 #: bytes that are copied to see how fast memory is where no description says so, and as fast as it is taken for if that
 #: fails; seconds that one more kernel takes
 COPIED, BANDWIDTH, LAUNCH = 1 << 26, 4.2e12, 1.1e-6
+#: by how many times an op is slower row by row where no other way of channels-last is tried
+CLEAR = 5.0
 #: seconds that one op is timed for on a CPU
 BRIEFLY = 0.01
 #: the share of a host's memory that tensors may take
@@ -152,7 +154,7 @@ class LayoutClock:
 
     def key(self, case: str, op: Op) -> str:
         """What an op's times are kept under."""
-        return f"layouts: {case} {mode(self.device)} {'+'.join(p.name for p in self.others(op))}"
+        return f"layouts, products without a bias: {case} {mode(self.device)} {'+'.join(p.name for p in self.others(op))}"
 
     def is_kept(self, case: str, op: Op) -> bool:
         """Whether an op is not timed, now or ever."""
@@ -225,14 +227,14 @@ class LayoutClock:
             self.shared = spent if self.measured == 1 else self.shared
 
     def time_op(self, op: Op, rows: Region) -> Times:
-        """Seconds by the best way of each layout: other ways than ATen's op only where that would lose."""
+        """Seconds by the best way of each layout: other ways than ATen's op only where that does not win clearly."""
         last = region_in(op, True, self.device)
         best = self.time_region(last)
         other = self.time_region(rows, best)
-        product = region_as_product(op, self.device) if other < best and self.device.type == "cuda" else None
+        product = region_as_product(op, self.device) if other < CLEAR * best and self.device.type == "cuda" else None
         if product is not None:
             best = min(best, self.time_region(product, best))
-        own = self.by_others(op) if other < best else None
+        own = self.by_others(op) if other < CLEAR * best else None
         if self.choices is not None and own is not None:
             before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([own]))
@@ -319,10 +321,14 @@ def operands_of(function: Op, last: bool) -> list[Spec]:
 
 
 def region_as_product(op: Op, device: torch.device) -> Region | None:
-    """A convolution with channels as neighbours as the product that `pointwise_convolution` makes of it, or None."""
+    """A convolution with channels as neighbours as the product that `pointwise_convolution` makes of it, its bias apart:
+    a kernel beside it adds that. None where it is no product."""
     if not is_convolution(op):
         return None
     function = known_to_be_last(op)
+    if take(root_of(function), ["bias_apart"]):
+        (product,) = (each for each in function.regions[0].block if is_convolution(each))
+        function = known_to_be_last(product)
     if not take(root_of(function), ["pointwise_convolution"]):
         return None
     for each in list(function.regions[0].block):

@@ -35,6 +35,8 @@ if not generate.interpreting() and not torch.cuda.is_available():
 
 STEPS = step_cases()
 FUNCTIONS = function_cases()
+#: so many tests want all kernels built at once
+MANY = 20
 #: the interpreter cuts bf16 off instead of rounding it to nearest
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6, torch.float64: 1e-12}
 
@@ -53,9 +55,9 @@ def every_candidate(name: str) -> list[Candidate]:
 
 
 @pytest.fixture(scope="session")
-def built() -> dict[str, Callable[..., None] | Exception]:
-    """On a GPU all kernels are built at once, in parallel."""
-    if generate.interpreting():
+def built(request: pytest.FixtureRequest) -> dict[str, Callable[..., None] | Exception]:
+    """On a GPU all kernels are built at once, in parallel, unless few tests were asked for."""
+    if generate.interpreting() or len(request.session.items) < MANY:
         return {}
     wanted = [c for name in STEPS for c in every_candidate(name)]
     for kernel, inputs, out in FUNCTIONS.values():
