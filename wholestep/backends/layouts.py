@@ -154,7 +154,9 @@ class LayoutClock:
 
     def key(self, case: str, op: Op) -> str:
         """What an op's times are kept under."""
-        return f"layouts, products without a bias: {case} {mode(self.device)} {'+'.join(p.name for p in self.others(op))}"
+        return (
+            f"layouts, products without a bias: {case} {mode(self.device)} {'+'.join(p.name for p in self.others(op))}"
+        )
 
     def is_kept(self, case: str, op: Op) -> bool:
         """Whether an op is not timed, now or ever."""

@@ -165,8 +165,27 @@ def prepare(values, known, t, first, STRIDE_H: tl.constexpr, PAD_H: tl.constexpr
 
 
 @triton.jit
-def count(totals, value, beside, offset, mask, within, known, AFTER: tl.constexpr, SUMS: tl.constexpr,
-          BESIDE: tl.constexpr, STORES: tl.constexpr):  # fmt: skip
+def read_beside(others, row, active, begin, end, strip, STORED: tl.constexpr, COLUMNS: tl.constexpr,
+                STRIPS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
+    """What lies beside the pixels of the STORED rows of a step, all of it before any of them is stored: no compiler
+    moves a load before a store that may change what it reads, so each would be waited for."""
+    seen = ()
+    for i in tl.static_range(STORED):
+        r = row + i
+        there = active & (r >= begin) & (r < end)
+        for u in tl.static_range(COLUMNS):
+            mask = inside(there, strip * COLUMNS + u, False, (STRIPS - 1) * COLUMNS + u >= WIDTH, WIDTH)
+            for k in tl.static_range(BESIDE):
+                if padding_only(u, STRIPS, WIDTH):
+                    seen = seen + (tl.zeros(others[k].shape, others[k].dtype.element_ty),)
+                else:
+                    seen = seen + (tl.load(others[k] + (r * (WIDTH * C) + u * C), mask=mask, other=0.0),)
+    return seen
+
+
+@triton.jit
+def count(totals, value, beside, within, known, AFTER: tl.constexpr, SUMS: tl.constexpr, BESIDE: tl.constexpr,
+          STORES: tl.constexpr):  # fmt: skip
     """Adds what AFTER makes of a value, and of the images `beside` it at the same place, to a lane's sums; gives these
     and what is stored, which is the value itself or (STORES) what AFTER makes of it as well.
 
@@ -175,7 +194,7 @@ def count(totals, value, beside, offset, mask, within, known, AFTER: tl.constexp
     no sums."""
     seen = ()
     for k in tl.static_range(BESIDE):
-        seen = seen + (tl.load(beside[k] + offset, mask=mask, other=0.0).to(tl.float32),)
+        seen = seen + (beside[k].to(tl.float32),)
     found = AFTER(value, seen, known)
     more = ()
     for k in tl.static_range(SUMS):
@@ -241,6 +260,7 @@ def forward_row(rows, opened, totals, weights, known, known_after, others, resul
     STEP: tl.constexpr = COLUMNS * STRIDE_W
     values = prepare(rows, known, t, first, STRIDE_H, PAD_H, COUNT, -PAD_W, STEP, STRIPS, H, W, BEFORE)
     o = t - (OPEN - 1)
+    beside = read_beside(others, o, active, begin, end, strip, 1, COLUMNS, STRIPS, OW, C, BESIDE)
     totals_before = totals
     nothing = tl.zeros(weights[0].shape, tl.float32)
     still = ()
@@ -261,10 +281,9 @@ def forward_row(rows, opened, totals, weights, known, known_after, others, resul
             elif not padding_only(u, STRIPS, OW):
                 within = inside(True, strip * COLUMNS + u, False, (STRIPS - 1) * COLUMNS + u >= OW, OW)
                 mask = active & (o >= begin) & (o < end) & within
-                offset = o * (OW * C) + u * C
                 if AFTER is not None:
-                    totals, value = count(totals, value, others, offset, mask, within, known_after, AFTER, SUMS, BESIDE,
-                                          STORES)  # fmt: skip
+                    seen = beside[u * BESIDE : (u + 1) * BESIDE]
+                    totals, value = count(totals, value, seen, within, known_after, AFTER, SUMS, BESIDE, STORES)
                 tl.store(result + (o * (OW * PIXEL) + u * PIXEL), value.to(result.dtype.element_ty), mask=mask)
     totals = whole_rows((o >= begin) & (o < end), totals, totals_before, SUMS)
     return still, totals
@@ -327,6 +346,8 @@ def input_grad_row(row, opened, totals, weights, known_after, others, result, ac
     FIRST: tl.constexpr = -((KW - 1 - PAD_W) // STRIDE_W)
     LAST: tl.constexpr = (COLUMNS - 1 + PAD_W) // STRIDE_W
     COUNT: tl.constexpr = LAST - FIRST + 1
+    row_out = t * STRIDE_H - PAD_H
+    beside = read_beside(others, row_out, active, begin, end, strip, STRIDE_H, COLUMNS, STRIPS, W, C, BESIDE)
     values = widen(row, COUNT)[::-1]  # as taps meet them
     nothing = tl.zeros(weights[0].shape, tl.float32)
     still = ()
@@ -348,10 +369,9 @@ def input_grad_row(row, opened, totals, weights, known_after, others, result, ac
             elif not padding_only(u, STRIPS, W):
                 within = inside(True, strip * COLUMNS + u, False, (STRIPS - 1) * COLUMNS + u >= W, W)
                 mask = active & (r >= begin) & (r < end) & within
-                offset = r * (W * C) + u * C
                 if AFTER is not None:
-                    totals, value = count(totals, value, others, offset, mask, within, known_after, AFTER, SUMS, BESIDE,
-                                          STORES)  # fmt: skip
+                    seen = beside[(i * COLUMNS + u) * BESIDE : (i * COLUMNS + u + 1) * BESIDE]
+                    totals, value = count(totals, value, seen, within, known_after, AFTER, SUMS, BESIDE, STORES)
                 tl.store(result + (r * (W * PIXEL) + u * PIXEL), value.to(result.dtype.element_ty), mask=mask)
         if i < STRIDE_H:
             totals = whole_rows((r >= begin) & (r < end), totals, totals_before, SUMS)
