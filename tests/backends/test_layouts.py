@@ -17,7 +17,7 @@ from tests.runtime.runs import data
 from tests.transforms.test_layout import batch, program, resnet, window
 from wholestep.backends import layouts
 from wholestep.backends.choose import Choices
-from wholestep.backends.layouts import CLEAR, MODEL, TIME_IS_UP, LayoutClock, region_as_product, region_in
+from wholestep.backends.layouts import CLEAR, CLOSE, MODEL, TIME_IS_UP, LayoutClock, region_as_product, region_in
 from wholestep.backends.providers import Aten, Cpp, Region, Triton, op_by_op
 from wholestep.backends.store import Store
 from wholestep.capture.capture import capture
@@ -167,7 +167,7 @@ def test_an_op_alone_does_the_same_in_both_layouts(op: Op) -> None:
         laid = [torch.empty_strided(s.shape, s.strides).copy_(t) for s, t in zip(region.operands, tensors, strict=True)]
         assert (laid[0].stride(1) == 1) == last
         made.append(op_by_op(region)(*laid)[0])
-    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made[0], made[1].reshape(made[0].shape), rtol=1e-4, atol=1e-5)
 
 
 def test_a_pointwise_convolution_is_also_tried_as_a_product() -> None:
@@ -188,6 +188,7 @@ def test_that_product_has_no_bias(image: tuple[int, ...], kernel: tuple[int, ...
     op = alone([image, kernel, kernel[:1]], lambda b, x, w, a: b.conv(x, w, a, **window))
     product = region_as_product(op, CPU)
     assert product is not None and len(product.operands) == 2
+    assert all(spec.strides[1] == 1 for spec in (product.operands[0], *product.results))  # nothing is copied
     (contract,) = (each for each in product.ops if each.name == "step.contract")
     assert len(contract.operands) == 2
 
@@ -251,14 +252,14 @@ def test_every_convolution_has_a_form(rank: int, transposed: bool) -> None:
     assert seen == 32 * 5  # forward and both gradients, but for the gradient of the batch
 
 
-def test_the_form_of_a_plan_is_timed_where_the_op_does_not_win_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_of_a_plan_is_timed_where_the_op_comes_close(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, asked = torch.device("cuda"), list[Region]()
     op = alone([(4, 128, 16000), (256, 128, 2)], lambda b, x, w: b.conv(x, w, stride=(1,), padding=(8,), dilation=(8,)))
     monkeypatch.setattr(Choices, "times", lambda self, regions: asked.extend(regions) or [0.5] * len(regions))
     clock = Fake(gpu, choices=Choices(gpu, [Aten(), Triton()]))
-    clock.rows = 2.1 * CLEAR
-    assert ask(clock, op) == [(2.1 * CLEAR, 2.0)] and not asked
-    for rows in (1.0, 3.0):
+    clock.rows = 2.1 * CLOSE
+    assert ask(clock, op) == [(2.1 * CLOSE, 2.0)] and not asked
+    for rows in (1.0, 1.9 * CLOSE):
         asked.clear()
         clock = Fake(gpu, choices=Choices(gpu, [Aten(), Triton()]))
         clock.rows = rows

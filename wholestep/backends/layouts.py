@@ -53,8 +53,8 @@ PATIENCE = {"cuda": 2.0, "cpu": 5.0}
 #: bytes that are copied to see how fast memory is where no description says so, and as fast as it is taken for if that
 #: fails; seconds that one more kernel takes
 COPIED, BANDWIDTH, LAUNCH = 1 << 26, 4.2e12, 1.1e-6
-#: by how many times an op is slower row by row where no other way of channels-last is tried
-CLEAR = 5.0
+#: by how many times an op is slower row by row where no product is tried instead, and no kernels of others
+CLEAR, CLOSE = 5.0, 1.5
 #: seconds that one op is timed for on a CPU
 BRIEFLY = 0.01
 #: the share of a host's memory that tensors may take
@@ -229,14 +229,15 @@ class LayoutClock:
             self.shared = spent if self.measured == 1 else self.shared
 
     def time_op(self, op: Op, rows: Region) -> Times:
-        """Seconds by the best way of each layout: other ways than ATen's op only where that does not win clearly."""
+        """Seconds by the best way of each layout. ATen's product is tried unless its op wins clearly; kernels of others,
+        which have to be compiled, only where it comes close."""
         last = region_in(op, True, self.device)
         best = self.time_region(last)
         other = self.time_region(rows, best)
         product = region_as_product(op, self.device) if other < CLEAR * best and self.device.type == "cuda" else None
         if product is not None:
             best = min(best, self.time_region(product, best))
-        own = self.by_others(op) if other < CLEAR * best else None
+        own = self.by_others(op) if other < CLOSE * best else None
         if self.choices is not None and own is not None:
             before = self.choices.seconds["build"]
             best = min(best, *self.choices.times([own]))
@@ -304,11 +305,20 @@ def function_of(op: Op) -> Op:
 
 
 def region_in(op: Op, last: bool, device: torch.device) -> Region:
-    """An op by itself, on tensors with channels as neighbours or row by row. Sequences become images of one row."""
-    function = function_of(op)
-    if last and op.operands[0].type.rank == 3:
-        as_images(next(iter(function.regions[0].block)))
+    """An op by itself, on tensors with channels as neighbours (sequences become images of one row) or row by row."""
+    function = function_of(on_images(op) if last else op)
     return region_of(function, None, operands_of(function, last), device)
+
+
+def on_images(op: Op) -> Op:
+    """An op on sequences as one on images of one row, without views of what it reads and makes as sequences: the result
+    of a view would lie row by row, which is a copy."""
+    if op.operands[0].type.rank != 3:
+        return op
+    block = function_of(op).regions[0].block
+    as_images(next(iter(block)))
+    (own,) = (each for each in block if each.name == op.name)
+    return own
 
 
 def operands_of(function: Op, last: bool) -> list[Spec]:
@@ -323,8 +333,8 @@ def operands_of(function: Op, last: bool) -> list[Spec]:
 
 
 def region_as_product(op: Op, device: torch.device) -> Region | None:
-    """A convolution with channels as neighbours as the product that `pointwise_convolution` makes of it, its bias apart:
-    a kernel beside it adds that. None where it is no product."""
+    """A convolution with channels as neighbours as the product that `pointwise_convolution` makes of it, without its
+    bias, which a kernel beside it adds; None where it is no product."""
     if not is_convolution(op):
         return None
     function = known_to_be_last(op)
@@ -354,11 +364,9 @@ def region_as_planned(op: Op, device: torch.device) -> Region:
 
 def known_to_be_last(op: Op) -> Op:
     """A function of one convolution whose images are said to have channels as neighbours."""
-    function = function_of(op)
+    function = function_of(on_images(op))
     block = function.regions[0].block
-    if op.operands[0].type.rank == 3:
-        as_images(next(iter(block)))
-    (own,) = (each for each in block if is_convolution(each))
+    own = next(iter(block))
     b = StepBuilder(block, own, own.loc, own.phase)
     images = [v for v in own.operands if v.type.rank >= 4]
     layouts = {v: b.layout(v, order=channels_last(v.type.rank)) for v in dict.fromkeys(images)}

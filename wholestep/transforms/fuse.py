@@ -476,13 +476,17 @@ class Fuser:
         apart = len(halves) > 1 and not self.may_wait(a, b)
         if apart and (why := why_not_early(self, a, b, producer, consumer)):
             return why
-        if a.points * SMALLER < b.points and len(a.members) > 2:
+        if a.points * SMALLER < b.points and (len(a.members) > 2 or self.takes_long(a, b)):
             return "the first would be computed again for every row of the second"
         between = self.reach.between(a.members, b.members)
         if between is not None:
             return f"{self.names[between]} must run between them"
         position = self.position
         return self.bodies.why_not(piece_of([*a.members, *b.members], position))
+
+    def takes_long(self, a: Group, b: Group) -> bool:
+        """Whether to compute the first for each point of the second takes longer than one more kernel."""
+        return b.points >= MANY and any(op.name not in CHEAP for op in a.members)
 
     def half(self, op: Op) -> int:
         """Forward, backward or update."""
@@ -593,6 +597,8 @@ class Fuser:
 #: how many of its results, after the first, are the statistics of a normalisation
 STATISTICS = {"step.layer_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
 LARGE, NEAR, SMALLER = 1 << 16, 80, 4
+#: so many exponentials take longer than a kernel
+MANY = 1 << 22
 #: an operand so much smaller than a result does not count; an op with more readers is computed once
 MUCH_SMALLER, READERS = 16, 6
 

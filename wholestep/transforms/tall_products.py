@@ -36,6 +36,9 @@ TALL = 8
 #: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
 #: kernels take long to compile, but equal ones only once
 WORTH, LEAST = 0.05, 1 << 26
+#: so many times as long may what moves less take: times of single kernels are no more exact than that, and fewer bytes
+#: leave more of the cache and of the power to others
+TIE = 1.03
 #: how many times as large as what a product reads its result must be, that it is computed twice
 WIDER = 2
 #: elements in a row of a window up to which a convolution is such a product
@@ -150,7 +153,7 @@ def join_tall(fuser: Fuser, groups: list[Group], then: Callable[[], list[Choice]
 
 
 def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice] = ()) -> None:
-    """Joins what is faster as one kernel. later: choices that may come next."""
+    """Joins what is faster as one kernel, or as fast and moves less. later: choices that may come next."""
     assert fuser.seconds is not None
     wanted = list(choices)
     if not wanted:
@@ -165,7 +168,7 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice]
     times = iter(fuser.seconds([p for c in wanted for p in (*c.old, *c.new)], laid))
     taken = [tuple(sum(next(times) for _ in side) for side in (c.old, c.new)) for c in wanted]
     for choice, (before, after) in zip(wanted, taken, strict=True):
-        if after < before:
+        if after < (before if choice.saved <= 0 else TIE * before):
             choice.apply()
             continue
         why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
