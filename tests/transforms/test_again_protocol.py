@@ -16,8 +16,8 @@ from wholestep.transforms import again
 pytestmark = pytest.mark.skipif(bool(cpp.missing()), reason=cpp.missing())
 X, Y = torch.randn(4096, 16, generator=torch.Generator().manual_seed(5)), torch.arange(4096) % 3
 #: both are needed for the sums of BatchNorm's backward and, point by point, after those
-SILU = "compute_again step/2/backward/silu_grad#0 into step/1/backward/sub#3"
-RELU = "compute_again step/5/backward/select#0 into step/4/backward/sub#2"
+SILU = "compute_again step/2/backward/silu_grad#0 into step/1/backward/mul#7"
+RELU = "compute_again step/5/backward/select#0 into step/4/backward/mul#6"
 
 
 def network() -> nn.Module:
@@ -118,8 +118,8 @@ def test_forbidden(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"forbid": ["compute_again *softmax*"]}, "which fits no fusion"),
         ({"force": ["compute_again *loss_fn/backward/mul#0"]}, "is not possible: it is not made by a few cheap ops"),
         ({"recipe": [SILU.partition(" into ")[0]]}, "does not say who computes it"),
-        ({"recipe": [SILU.replace("sub#3", "sab#3")]}, "has no op 'step/1/backward/sab#3'; did you mean"),
-        ({"recipe": [SILU.replace("/1/backward/sub#3", "/4/backward/sub#2")]}, "not all of them read it"),
+        ({"recipe": [SILU.replace("mul#7", "mal#7")]}, "has no op 'step/1/backward/mal#7'; did you mean"),
+        ({"recipe": [SILU.replace("/1/backward/mul#7", "/4/backward/mul#6")]}, "not all of them read it"),
         ({"force": [SILU], "providers": ["aten"]}, "only ATen may run this step"),
     ],
 )

@@ -229,8 +229,8 @@ class LayoutClock:
             self.shared = spent if self.measured == 1 else self.shared
 
     def time_op(self, op: Op, rows: Region) -> Times:
-        """Seconds by the best way of each layout. ATen's product is tried unless its op wins clearly; kernels of others,
-        which have to be compiled, only where it comes close."""
+        """Seconds by the best way of each layout. With channels as neighbours ATen's product is tried unless its op
+        wins clearly, and kernels of others, which have to be compiled, where the other layout comes close."""
         last = region_in(op, True, self.device)
         best = self.time_region(last)
         other = self.time_region(rows, best)

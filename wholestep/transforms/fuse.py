@@ -11,11 +11,12 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..dialects.step import StepBuilder, constant_value
 from ..dialects.step.control import root_of
 from ..dialects.step.fused import Fused
-from ..ir.attributes import Symbol
+from ..ir.attributes import Symbol, freeze
 from ..ir.builtin import Func
 from ..ir.core import Builder, Op, Value
 from ..ir.types import I64, TensorType
@@ -178,6 +179,7 @@ class Fuser:
         self.reuse_statistics()
         self.number_streams()
         self.take_apart()
+        self.share_vectors()
         self.duplicate()
         put_off(self)
         if len(self.block) > WINDOW:
@@ -288,6 +290,20 @@ class Fuser:
             for op in wanted:
                 self.single.pop(op, None)
             self.take_apart()
+
+    def share_vectors(self) -> None:
+        """Numbers per channel that backward would compute again are those of forward: they are little to keep."""
+        known: dict[Any, Op] = {}
+        for op in list(self.block):
+            values = (*op.operands, *op.results)
+            if not op.definition.pure or is_source(op) or any(v.type.rank > 1 or v.type.bytes > LARGE for v in values):
+                continue
+            attributes = {k: freeze(v) for k, v in op.attributes.items() if k not in ("phase", "again")}
+            first = known.setdefault((op.definition, tuple(op.operands), frozenset(attributes.items())), op)
+            if first is not op:
+                for old, new in zip(op.results, first.results, strict=True):
+                    old.replace_by(new)
+                op.erase()
 
     def duplicate(self) -> None:
         """A cheap op whose operands are no larger than its result is computed again by each of its readers.

@@ -602,12 +602,13 @@ class BatchNorm(BatchNormLike):
 
     @staticmethod
     def normalised(b, op, mean, rstd):
-        """y from statistics that are known."""
+        """y from statistics that are known: one multiplication and one sum per element, the rest per channel."""
         rank = op.x.type.rank
         x, weight, bias = widen(b, op.x, op.weight, op.bias)
-        y = b.mul(b.sub(x, per_channel(b, mean, rank)), per_channel(b, rstd, rank))
-        y = y if weight is None else b.mul(y, per_channel(b, weight, rank))
-        y = y if bias is None else b.add(y, per_channel(b, bias, rank))
+        scale = rstd if weight is None else b.mul(rstd, weight)
+        middle = b.mul(mean, scale)
+        shift = b.neg(middle) if bias is None else b.sub(bias, middle)
+        y = b.add(b.mul(x, per_channel(b, scale, rank)), per_channel(b, shift, rank))
         return b.cast_to(y, op.y.type.element)
 
 
@@ -644,19 +645,24 @@ class BatchNormGrad(BatchNormLike):
 
     @staticmethod
     def expand(b, op, sums=None):
-        """sums: dw and db, where they are known."""
+        """dx = dy * scale - ((x - mean) * slope + shift), with numbers per channel. sums: dw and db, where known.
+
+        Around the mean, since x * slope would lose digits where a channel varies little beside its mean.
+        """
         dims, rank = _batch_dims(op), op.x.type.rank
         dy, x, weight = widen(b, op.dy, op.x, op.weight)
         count = float(x.type.size // x.type.shape[1])
-        normal = b.mul(b.sub(x, per_channel(b, op.mean, rank)), per_channel(b, op.rstd, rank))
+        centred = b.sub(x, per_channel(b, op.mean, rank))
         if sums is None:
             db = b.sum(dy, dims=dims)
-            dw = b.sum(b.mul(dy, normal), dims=dims)
+            dw = b.mul(b.sum(b.mul(dy, centred), dims=dims), op.rstd)
         else:
             dw, db = sums
-        centre, slope = (per_channel(b, b.div(v, count), rank) for v in (db, dw))
         scale = op.rstd if weight is None else b.mul(op.rstd, weight)
-        dx = b.mul(b.sub(b.sub(dy, centre), b.mul(normal, slope)), per_channel(b, scale, rank))
+        slope = b.mul(b.mul(scale, op.rstd), b.div(dw, count))
+        shift = b.mul(scale, b.div(db, count))
+        scale, slope, shift = (per_channel(b, v, rank) for v in (scale, slope, shift))
+        dx = b.sub(b.mul(dy, scale), b.add(b.mul(centred, slope), shift))
         return tuple(b.cast_to(v, r.type.element) for v, r in zip((dx, dw, db), op.results, strict=True))
 
     @staticmethod
