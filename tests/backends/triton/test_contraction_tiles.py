@@ -106,3 +106,12 @@ def test_shared_memory_is_what_the_compiler_says() -> None:
     assert not isinstance(info, Exception), info
     asked = demand(128, 128, beside=4, written=4)
     assert tile.programs and 0.9 * tiles.staying_bytes(tile, asked) <= info.shared <= tiles.staying_bytes(tile, asked)
+
+
+def test_columns_that_are_there_for_nothing_are_few() -> None:
+    """144 columns are 256 in wide tiles and 192 in narrow ones; both kinds are timed."""
+    first, second, *_ = tiles.staying(demand(144, 32))
+    assert tiles.rounded_up(144, first.n) <= 192 and second.n in (128, 256)
+    assert {t.n for t in tiles.staying(demand(256, 32))} == {128, 256} and {
+        t.n for t in tiles.staying(demand(64, 32))
+    } == {64}

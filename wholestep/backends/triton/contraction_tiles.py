@@ -45,6 +45,8 @@ RIDGE_COMPUTED = 64
 #: the longest sum that a program takes in one step, and the fewest rows for which programs stay
 LONGEST = 256
 MANY = 4 * 64 * PROCESSORS
+#: narrow tiles of programs that stay, which are for results that have at most this share of the columns of wide ones
+NARROW, SPARE = (64, 32), 0.8
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,11 @@ def staying(demand: Demand) -> list[Tile]:
     whole = max(16, min(power_of_two(demand.n), 256))
     # sums of a thread, beside which what is made of them is in registers
     most = 64 if demand.after <= 8 else 32 if demand.after <= 16 else 16
-    for m, n, warps in itertools.product((64, 128), (whole, whole // 2), (4, 8)):
-        if n < 16 or not 8 <= m * n // (32 * warps) <= most or (n < whole and whole < 128):
+    halves = (whole, whole // 2) if whole >= 128 else (whole,)
+    spare = min(rounded_up(demand.n, n) for n in halves)
+    narrow = [n for n in NARROW if n < whole // 2 and rounded_up(demand.n, n) <= SPARE * spare]
+    for m, n, warps in itertools.product((64, 128), (*halves, *narrow), (4, 8)):
+        if n < 16 or not 8 <= m * n // (32 * warps) <= most:
             continue
         if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
             continue
@@ -167,7 +172,15 @@ def staying(demand: Demand) -> list[Tile]:
                 columns = -(-demand.n // n)
                 found.append(replace(tile, programs=PROCESSORS * at_once // columns * columns))
                 break
-    return sorted(found, key=lambda t: (t.stages < 3, -t.programs * t.warps))  # those with two loads under way first
+    least = min((rounded_up(demand.n, t.n) for t in found), default=0)
+    # those with two loads under way first, and with few columns for nothing; the best of the wide ones is the second
+    found.sort(key=lambda t: (t.stages < 3, SPARE * rounded_up(demand.n, t.n) > least, -t.programs * t.warps))
+    wide = next((t for t in found if t.n in halves), None)
+    return found if wide is None or wide in found[:2] else [found[0], wide, *(t for t in found[1:] if t != wide)]
+
+
+def rounded_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def by_runs(demand: Demand) -> list[Tile]:
