@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -251,6 +252,7 @@ def test_a_layout_that_is_given_makes_the_kernel_that_triton_finds(part: str, tm
 
     from wholestep.backends.triton import worker
 
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "0")
     monkeypatch.setattr(code_generator, "inspect", code_generator.inspect)  # (as before, once this is over)
     monkeypatch.setattr(code_generator, "warnings", code_generator.warnings)
     job = Triton().offers(laid(pruned(around(part, "silu", BF16))))[0].made.functions[0].job(90)
@@ -261,6 +263,8 @@ def test_a_layout_that_is_given_makes_the_kernel_that_triton_finds(part: str, tm
         worker.quicken()
         given = worker.fresh(job)
     assert given.asm["cubin"] == found.asm["cubin"]
+    accesses = re.findall(r"\b(ld|st)\.global", given.asm["ptx"])
+    assert "ld" not in accesses[accesses.index("st") :], "a load behind a store waits for it, and the next for that"
 
 
 # ---- in Triton's interpreter -----------------------------------------------------------------------------------------

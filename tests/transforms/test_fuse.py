@@ -20,6 +20,7 @@ from wholestep.errors import InputError
 from wholestep.ir import F32, TensorType, add_function, finish_function, module, structural_hash, verify
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
+from wholestep.transforms import fuse as fusing
 from wholestep.transforms.expand import expanded
 from wholestep.transforms.fuse import Fuser, dissolve, fuse
 from wholestep.transforms.regions import Bodies
@@ -280,3 +281,41 @@ def test_long_programs_cost_no_more_per_op(monkeypatch: pytest.MonkeyPatch) -> N
     (some, _), (more, left) = work(300), work(1230)  # 5 ops each: 1,500 and 6,150
     assert more < 4.6 * some
     assert left < 3 * 1230
+
+
+# ---- what is small ---------------------------------------------------------------------------------------------------
+
+
+def test_what_takes_long_is_not_computed_for_each_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sigmoid of a gate per channel is a kernel of its own beside a large image, and part of it beside a small."""
+    types = [TensorType((4, 16), F32), TensorType((4, 16, 32, 32), F32)]
+
+    def gated(b: StepBuilder, s: Any, x: Any) -> Any:
+        return b.mul(x, b.reshape(b.sigmoid(s), shape=(4, 16, 1, 1)))
+
+    function = program(types, gated)
+    assert not fuse(function).refusals and len(regions_of(function)) == 1
+    monkeypatch.setattr(fusing, "MANY", 1 << 12)
+    function = program(types, gated)
+    (why,) = fuse(function).refusals.values()
+    assert "again for every row" in why and len(regions_of(function)) == 2
+    cheap = program(types, lambda b, s, x: b.mul(x, b.reshape(b.neg(s), shape=(4, 16, 1, 1))))
+    assert not fuse(cheap).refusals and len(regions_of(cheap)) == 1
+
+
+def test_numbers_per_channel_are_those_of_forward() -> None:
+    """What is large is not: it may be computed again so as not to be kept."""
+    channels, image = TensorType((16,), F32), TensorType((4096, 16), F32)
+
+    def both(b: StepBuilder, v: Any, w: Any, x: Any, g: Any) -> Any:
+        b.phase = "forward"
+        y = b.add(b.mul(x, b.mul(v, w)), b.exp(x))
+        b.phase = "backward"
+        return [y, b.add(b.mul(g, b.mul(v, w)), b.exp(x))]
+
+    function = program([channels, channels, image, image], both)
+    fuser = Fuser(function)
+    fuser.share_vectors()
+    small = [op for op in ops_of(function) if op.result.type.rank == 1]
+    assert len(small) == 1 and small[0].phase == "forward" and len(small[0].result.uses) == 2
+    assert [op.name for op in ops_of(function)].count("step.exp") == 2

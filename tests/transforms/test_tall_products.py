@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,20 @@ def gated(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Value) -> l
     factor = b.mul(a, b.cast_to(per_channel(b, shift), BF16))
     rows = b.transpose(factor, order=LAST), b.transpose(z, order=LAST)
     return [b.contract(*rows, spec="nhwc,nhwo->co", wide=True), b.sum(b.cast_to(a, F32), dims=DIMS)]
+
+
+@pytest.mark.parametrize(
+    "moved, seconds, taken", [(2, 1.02, True), (2, 1.04, False), (4, 0.98, True), (4, 1.02, False)]
+)
+def test_what_moves_less_wins_a_tie(moved: int, seconds: float, taken: bool) -> None:
+    function = of(forward)
+    pieces = [Piece([], [v] * n, []) for v in function.regions[0].block.arguments[:1] for n in (3, moved)]
+    done: list[bool] = []
+    fuser: Any = SimpleNamespace(
+        block=function.regions[0].block, expect=None, seconds=lambda asked, laid: [1.0, seconds], refuse=None
+    )
+    tall_products.take_faster(fuser, [tall_products.Choice(pieces[:1], pieces[1:], lambda: done.append(True))])
+    assert bool(done) == taken
 
 
 def test_what_only_a_factor_needed_is_not_written_for_it() -> None:
