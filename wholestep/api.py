@@ -65,6 +65,7 @@ from .transforms import (  # noqa: F401  (they register)
     regenerate,
     row_gradients,
     shared_input,
+    summed_products,
     sums_through,
     symmetric_product,
     through_loss,
@@ -113,6 +114,7 @@ DEFAULTS = (
     Default("join_slices"),
     Default("sums_through", level=2, fused=True),  # once gradients of one input's readers are side by side
     *map(Default, ("symmetric_product", "direct", "pad", "pointwise_convolution")),
+    Default("summed_products", level=2, fused=True),  # who does not fuse would copy what they read
     Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
     Default("inner_sums", level=3, fused=True),
     Default("through_loss", level=3, followed=True),

@@ -57,14 +57,19 @@ def test_gradients_through_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(line.startswith("through_norm ") for line in recipe)
 
 
+def test_skip_connections_are_one_product() -> None:
+    recipe = check_two_steps("wavenet", "bf16", "small")
+    assert sum(line.startswith("summed_products ") for line in recipe) == 1
+
+
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_two_steps(name: str, precision: str) -> None:
     check_two_steps(name, precision)
 
 
-def check_two_steps(name: str, precision: str) -> list[str]:
+def check_two_steps(name: str, precision: str, size: str = "tiny") -> list[str]:
     """Trains a network, compares, and gives the recipe of the step."""
-    network = build(name, "tiny")
+    network = build(name, size)
     models = [copy.deepcopy(network.model) for _ in range(3)]
     ours = compiled(network, models[0], precision=precision, providers=["aten", Interpreted.name], tune=False)
     theirs = eager(network, models[1], torch.bfloat16 if precision == "bf16" else None)

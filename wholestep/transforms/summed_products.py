@@ -1,0 +1,171 @@
+"""`summed_products`: a sum of products is one product, of what they multiply side by side.
+
+Layers whose outputs are added up, such as the skip connections of a WaveNet, each write an output, and a kernel reads
+all of them. Instead what they read lies in one memory (the plan has it written there, `plan/joins.py`), their weights
+side by side, and one product sums over both. It is added up before it is rounded and not after, in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..dialects.step import StepBuilder, constant_value
+from ..dialects.step.contraction import Contract, parse_spec
+from ..dialects.step.pointwise import Add
+from ..ir.attributes import freeze
+from ..ir.core import Op, Value
+from ..ir.types import F32
+from .expand import has_expansion
+from .loops import is_primitive
+from .opportunity import Change, Place, Transformation, register_transformation
+from .regions import ANCHORS, base, is_view
+
+#: products below which one of them does better with the sum behind it
+FEWEST = 3
+#: parts of a row begin at multiples of so many bytes, as kernels that read them want it
+ALIGNED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A sum: the products of one kind among its summands, the views behind the first, and the other summands."""
+
+    products: tuple[Op, ...]
+    views: tuple[Op, ...]
+    others: tuple[Value, ...]
+
+
+@register_transformation
+class SummedProducts(Transformation):
+    """Level 2: the last of a chain of sums, and the products that it adds up."""
+
+    name = "summed_products"
+    level = 2
+
+    def places(self, function: Op) -> Iterator[Place]:
+        for op in function.regions[0].block:
+            summed = summed_of(op)
+            if summed is not None and len(summed.products) >= FEWEST:
+                weights = sum(p.rhs.type.bytes for p in summed.products)
+                # every product is written and read; weights are put side by side
+                less = 2 * len(summed.products) * op.result.type.bytes - 2 * weights
+                yield op, why_not(summed) or Change(-less)
+
+    def apply(self, op: Op) -> None:
+        summed = summed_of(op)
+        assert op.parent is not None and summed is not None
+        b = StepBuilder(op.parent, op, op.loc, op.phase)
+        first = summed.products[0]
+        left, right = dims_of(first)
+        rows = b.concat([p.lhs for p in summed.products], dim=left)
+        weights = b.concat([p.rhs for p in summed.products], dim=right)
+        y = b.contract(
+            rows, weights, together(b, [p.addend for p in summed.products]), spec=first.spec, wide=first.wide
+        )
+        for view in summed.views:
+            copy = view.clone({view.operands[0]: y})
+            op.parent.insert_before(copy, op)
+            y = copy.results[0]
+        for other in summed.others:
+            y = b.add(y, other)
+        op.result.replace_by(y)
+        drop(op)
+
+
+def summed_of(op: Op) -> Summed | None:
+    """What a sum adds up, where it is the last of a chain; None where it is none."""
+    if not is_sum(op) or any(is_sum(user) for user in op.result.uses if len(op.result.uses) == 1):
+        return None
+    kinds: dict[object, list[tuple[Value, Op, tuple[Op, ...]]]] = {}
+    others: list[Value] = []
+    left = list(op.operands)
+    while left:
+        value = left.pop(0)
+        maker, views = product_of(value)
+        if maker is not None and maker.phase == op.phase:
+            kinds.setdefault(kind_of(maker, views), []).append((value, maker, views))
+        elif value.op is not None and is_sum(value.op) and len(value.uses) == 1 and value.op.phase == op.phase:
+            left = [*value.op.operands, *left]
+        elif constant_value(value) != 0:
+            others.append(value)
+    if not kinds:
+        return None
+    most = max(kinds.values(), key=len)
+    others += [value for found in kinds.values() if found is not most for value, _, _ in found]
+    return Summed(tuple(maker for _, maker, _ in most), most[0][2], tuple(others))
+
+
+def kind_of(product: Op, views: Sequence[Op]) -> object:
+    """Equal for products that can be one, by what they do and how they are looked at."""
+    bias = None if product.addend is None else product.addend.type
+    return product.spec, product.wide, product.lhs.type.element, bias, tuple(map(shown, views))
+
+
+def is_sum(op: Op) -> bool:
+    """Whether an op adds up tensors of its own shape, or numbers."""
+    return op.definition is Add and all(v.type.size == 1 or v.type == op.result.type for v in op.operands)
+
+
+def product_of(value: Value) -> tuple[Op | None, tuple[Op, ...]]:
+    """The product that a value shows, and the views of it, where nobody else reads any of them."""
+    views: list[Op] = []
+    while value.op is not None and is_view(value.op) and len(value.uses) == 1:
+        views.insert(0, value.op)
+        value = value.op.operands[0]
+    maker = value.op
+    return (maker if maker is not None and maker.definition is Contract and len(value.uses) == 1 else None), tuple(
+        views
+    )
+
+
+def dims_of(op: Op) -> tuple[int, int]:
+    """The dimension that a product sums over, in either factor; -1 where those are several, or none."""
+    left, right, out = parse_spec(op.spec)
+    inner = [label for label in left if label not in out]
+    return (left.index(inner[0]), right.index(inner[0])) if len(inner) == 1 else (-1, -1)
+
+
+def why_not(summed: Summed) -> str:
+    first = summed.products[0]
+    if dims_of(first)[0] != first.lhs.type.rank - 1 or set.intersection(*map(set, parse_spec(first.spec))):
+        return "they sum over something else than the columns of rows"
+    if first.addend is not None and first.addend.type.rank != 1:
+        return "something else than a bias is added to them"
+    for product in summed.products:
+        if product.lhs.type.shape[-1] * product.lhs.type.element.bits // 8 % ALIGNED:
+            return f"parts of a row would not begin at multiples of {ALIGNED} bytes"
+        maker = base(product.lhs).op
+        if maker is None or maker.name in ANCHORS or not (is_primitive(maker) or has_expansion(maker)):
+            return "what they read is written by a library, or by nobody: it would be copied side by side"
+    if len({base(p.lhs) for p in summed.products}) < len(summed.products):
+        return "some of them read the same"
+    if sum(p.lhs.type.bytes for p in summed.products) > sum(p.result.type.bytes for p in summed.products):
+        return "what they read takes more memory than what they make, and would have to wait for the last of it"
+    return ""
+
+
+def shown(view: Op) -> object:
+    """Equal for views that show the same of equal values."""
+    attributes = {k: freeze(v) for k, v in view.attributes.items() if k != "phase"}
+    return view.name, frozenset(attributes.items()), view.operands[0].type, view.result.type
+
+
+def together(b: StepBuilder, vectors: Sequence[Value | None]) -> Value | None:
+    """The sum of vectors; none where there are none."""
+    known = [v for v in vectors if v is not None]
+    if not known:
+        return None
+    total = b.cast_to(known[0], F32)
+    for vector in known[1:]:
+        total = b.add(total, b.cast_to(vector, F32))
+    return b.cast_to(total, known[0].type.element)
+
+
+def drop(op: Op) -> None:
+    """Erases an op that nobody reads, and what only it has read."""
+    if op.definition.pure and not any(r.uses for r in op.results):
+        makers = [v.op for v in dict.fromkeys(op.operands) if v.op is not None]
+        op.erase()
+        for maker in makers:
+            drop(maker)
