@@ -1,6 +1,6 @@
 """`summed_products`: a sum of products is one product, of what they multiply side by side.
 
-Layers whose outputs are added up, such as the skip connections of a WaveNet, each write an output, and a kernel reads
+Layers whose outputs are added up, such as skip connections to the end of a network, each write one, and a kernel reads
 all of them. Instead what they read lies in one memory (the plan has it written there, `plan/joins.py`), their weights
 side by side, and one product sums over both. It is added up before it is rounded and not after, in another order.
 """
