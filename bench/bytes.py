@@ -320,8 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, _, size = text.partition("@")
         start = time.perf_counter()
         workload = build(Case(name, size or "full"), "cuda" if args.compiled else "cpu")
-        guessed = None if args.compiled else movement_of(planned(workload), load_description("h200"))
-        movement = compiled(workload) if guessed is None else guessed
+        if args.compiled:
+            movement = compiled(workload)
+        else:
+            movement = movement_of(planned(workload), load_description("h200"))
         groups = groups_of(movement)
         print("\n".join(page(text, movement, groups, args.rows)))
         if args.layer:

@@ -85,11 +85,13 @@ def summands(op: Op) -> list[Value]:
 
 
 def continues(op: Op) -> bool:
-    """Whether all that reads a sum is another sum of the same type and phase."""
+    """Whether all that reads a sum is another sum of the same type and phase; both may add numbers, too."""
     users = list(op.result.uses)
     if len(users) != 1 or users[0].definition is not Add or users[0].phase != op.phase:
         return False
-    return all(v.type is op.result.type for v in (*op.operands, *users[0].operands))
+    own = op.result.type
+    same = all(v.type is own or v.type.size == 1 for v in (*op.operands, *users[0].operands))
+    return same and users[0].result.type is own
 
 
 def why_not(slices: Slices) -> str:
@@ -112,9 +114,9 @@ def transpose_behind(op: Op) -> Op | None:
 
 
 def drop(op: Op) -> None:
-    """Takes out an op that nobody reads any more, with what it alone read of the chain."""
+    """Takes out an op that nobody reads any more, with what it alone read."""
     makers = [v.op for v in op.operands if v.op is not None]
     op.erase()
     for maker in dict.fromkeys(makers):
-        if maker.definition in (Add, SliceGrad) and not any(r.uses for r in maker.results):
+        if maker.definition.pure and not any(r.uses for r in maker.results):
             drop(maker)

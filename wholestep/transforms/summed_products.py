@@ -17,14 +17,14 @@ from ..ir.attributes import freeze
 from ..ir.core import Op, Value
 from ..ir.types import F32
 from .expand import has_expansion
+from .join_slices import continues, drop, summands
 from .loops import is_primitive
 from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import ANCHORS, base, is_view
+from .shared_input import ALIGNED
 
 #: products below which one of them does better with the sum behind it
 FEWEST = 3
-#: parts of a row begin at multiples of so many bytes, as kernels that read them want it
-ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,14 @@ class SummedProducts(Transformation):
 
 def summed_of(op: Op) -> Summed | None:
     """What a sum adds up, where it is the last of a chain; None where it is none."""
-    if not is_sum(op) or any(is_sum(user) for user in op.result.uses if len(op.result.uses) == 1):
+    if op.definition is not Add or continues(op):
         return None
     kinds: dict[object, list[tuple[Value, Op, tuple[Op, ...]]]] = {}
     others: list[Value] = []
-    left = list(op.operands)
-    while left:
-        value = left.pop(0)
+    for value in summands(op):
         maker, views = product_of(value)
-        if maker is not None and maker.phase == op.phase:
+        if maker is not None and maker.phase == op.phase and value.type is op.result.type:
             kinds.setdefault(kind_of(maker, views), []).append((value, maker, views))
-        elif value.op is not None and is_sum(value.op) and len(value.uses) == 1 and value.op.phase == op.phase:
-            left = [*value.op.operands, *left]
         elif constant_value(value) != 0:
             others.append(value)
     if not kinds:
@@ -102,21 +98,14 @@ def kind_of(product: Op, views: Sequence[Op]) -> object:
     return product.spec, product.wide, product.lhs.type.element, bias, tuple(map(shown, views))
 
 
-def is_sum(op: Op) -> bool:
-    """Whether an op adds up tensors of its own shape, or numbers."""
-    return op.definition is Add and all(v.type.size == 1 or v.type == op.result.type for v in op.operands)
-
-
 def product_of(value: Value) -> tuple[Op | None, tuple[Op, ...]]:
     """The product that a value shows, and the views of it, where nobody else reads any of them."""
     views: list[Op] = []
     while value.op is not None and is_view(value.op) and len(value.uses) == 1:
         views.insert(0, value.op)
         value = value.op.operands[0]
-    maker = value.op
-    return (maker if maker is not None and maker.definition is Contract and len(value.uses) == 1 else None), tuple(
-        views
-    )
+    is_product = value.op is not None and value.op.definition is Contract and len(value.uses) == 1
+    return value.op if is_product else None, tuple(views)
 
 
 def dims_of(op: Op) -> tuple[int, int]:
@@ -160,12 +149,3 @@ def together(b: StepBuilder, vectors: Sequence[Value | None]) -> Value | None:
     for vector in known[1:]:
         total = b.add(total, b.cast_to(vector, F32))
     return b.cast_to(total, known[0].type.element)
-
-
-def drop(op: Op) -> None:
-    """Erases an op that nobody reads, and what only it has read."""
-    if op.definition.pure and not any(r.uses for r in op.results):
-        makers = [v.op for v in dict.fromkeys(op.operands) if v.op is not None]
-        op.erase()
-        for maker in makers:
-            drop(maker)
