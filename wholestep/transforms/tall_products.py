@@ -101,7 +101,7 @@ class Choice:
     old: list[Piece]
     new: list[Piece]
     apply: Callable[[], None]
-    #: who makes and who reads what lies between them, pair by pair
+    #: who makes and who reads what lies between them, pair by pair (of kernels beside each other, one of each)
     pairs: Sequence[tuple[Op, Op]] = ()
 
     @property
@@ -257,7 +257,8 @@ def before(
             hand_over(fuser, join.results[0], {join}, fuser.groups[join], own, refused)
         hand_over(fuser, value, ops, maker, taking, refused)
 
-    choice = Choice(old, new, apply)
+    assert value.op is not None
+    choice = Choice(old, new, apply, [(value.op, readers[0])])
     return None if not choice.worth_it or any(why_not(fuser, piece) for piece in new) else choice
 
 
@@ -325,7 +326,8 @@ def on_the_way(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                 continue
             whole = piece_of([*maker.members, *own.members], fuser.position)
             old = [piece_of(g.members, fuser.position) for g in (maker, own)]
-            choice = Choice(old, [whole], functools.partial(take, fuser, own, maker, value))
+            assert value.op is not None
+            choice = Choice(old, [whole], functools.partial(take, fuser, own, maker, value), [(value.op, op)])
             if choice.worth_it and not comes_back(fuser, maker, own, value) and not why_not(fuser, whole):
                 met.add(id(maker))
                 yield choice
@@ -370,7 +372,8 @@ def once_more(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
             def refused(members: Sequence[Op]) -> str:
                 return why_not(fuser, piece_of(members, fuser.position))
 
-            choice = Choice(old, new, functools.partial(hand_over, fuser, made, {op}, own, [other], refused))
+            apply = functools.partial(hand_over, fuser, made, {op}, own, [other], refused)
+            choice = Choice(old, new, apply, [(op, other.members[0])])
             if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
                 yield choice
 
@@ -403,7 +406,8 @@ def beside(
                 if (value.op is not None and again.is_forbidden(fuser, value, own)) or apart(fuser, own, other):
                     continue
                 whole = piece_of([*own.members, *other.members], fuser.position)
-                choice = Choice([mine, theirs], [whole], functools.partial(take_beside, fuser, own, other))
+                both = functools.partial(take_beside, fuser, own, other)
+                choice = Choice([mine, theirs], [whole], both, [(op, other.members[0])])
                 if choice.worth_it and not why_not(fuser, whole) and able(choice):
                     met.add(id(other))
                     yield choice

@@ -19,8 +19,8 @@
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
 // rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A,
 // ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, TURN, RAGGED (whether
-// tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), ASIDE (0, or which factor is summed up: 1, 2),
-// STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
+// tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), NARROW (whether there is one column of tiles), ASIDE
+// (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
 // (the type of factors).
 
 typedef unsigned int u32;
@@ -47,7 +47,7 @@ struct Args {
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
-    int m, n, k, group, begin[2];
+    int m, n, k, group, partials, begin[2];  // partials: rows of part
 #if WINDOW
     Window window;
 #endif
@@ -356,6 +356,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         const u32 own = slots + group * (NIN * AHEAD + OWN * DEPTH) * SLOT, ready = beside + 8 * group;
         const int matrix = lane / 8, first = warp * 16 + (matrix & 1) * 8 + lane % 8;
         u32 turn = 0;
+        [[maybe_unused]] float kept[NSUM + 1][PIECES];  // sums of all tiles, where these are one below another
+#pragma unroll
+        for (int i = 0; i < NSUM * PIECES; ++i) kept[i / PIECES][i % PIECES] = 0;
         if (STAYS) wait(beside + 16, 0);
         if (group == 1) hand_over(1, 256);
         auto read_ahead = [&](int tile, int piece) {
@@ -494,7 +497,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums + ((group * NSUM + i) * 4 + w) * 256 + thread * 4) : "memory");
                             s += one;
                         }
-                        args.part[i][(u64)row * args.n + x + thread] = s;
+                        if (NARROW)
+                            kept[i][c] += s;
+                        else
+                            args.part[i][(u64)row * args.n + x + thread] = s;
                     }
                 if (NIN && (c + 1) % AHEAD == 0 && thread == 0) {
                     const int next = c + 1 < PIECES ? tile : tile + 2 * gridDim.x;
@@ -515,48 +521,63 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     if (lane % 4 == 0 && (!RAGGED || y < args.m)) args.across[i][(u64)column * args.m + y] = s;
                 }
         }
+#pragma unroll
+        for (int c = 0; c < NARROW * PIECES; ++c)
+#pragma unroll
+            for (int i = 0; i < NSUM; ++i)
+                if (thread < 64 && (!RAGGED || c * 64 + thread < args.n))
+                    args.part[i][(u64)(2 * blockIdx.x + group) * args.n + c * 64 + thread] = kept[i][c];
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 }
 
 // ---- sums over rows and columns -------------------------------------------------------------------------------------
 
-// one sum over partial sums, for 32 of `length`; whole in the threads of the first warp
-__device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[8][33]) {
+#define ADDERS 32
+
+// one sum over partial sums, for 32 of `length`: whole in the first thread of each warp
+__device__ __forceinline__ float added_up(const float* part, int rows, int length, float (&held)[ADDERS][33]) {
     const int x = threadIdx.x % 32, y = threadIdx.x / 32, at = blockIdx.x * 32 + x;
     float s = 0;
     if (at < length)
-        for (int r = y; r < rows; r += 8) s += part[(u64)r * length + at];
+        for (int r = y; r < rows; r += 8 * ADDERS) {
+            float some[8];  // all are under way before the first is added
+#pragma unroll
+            for (int i = 0; i < 8; ++i) some[i] = r + i * ADDERS < rows ? part[(u64)(r + i * ADDERS) * length + at] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s += some[i];
+        }
     held[y][x] = s;
     __syncthreads();
-    if (y == 0)
-        for (int r = 1; r < 8; ++r) s += held[r][x];
+    s = held[x][y];
+#pragma unroll
+    for (int other = 16; other; other /= 2) s += __shfl_xor_sync(0xFFFFFFFF, s, other);
     return s;
 }
 
-extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__ Args args) {
-    __shared__ float held[NSUM + 1][8][33];
-    const int at = blockIdx.x * 32 + threadIdx.x % 32;
+extern "C" __global__ void __launch_bounds__(32 * ADDERS) finish(const __grid_constant__ Args args) {
+    __shared__ float held[NSUM + 1][ADDERS][33];
+    const int at = blockIdx.x * 32 + threadIdx.x / 32;
     float s[NSUM + 1];
 #pragma unroll
-    for (int i = 0; i < NSUM; ++i) s[i] = added_up(args.part[i], (args.m + BM - 1) / BM, args.n, held[i]);
-    if (threadIdx.x < 32 && at < args.n) ending(args, at, s);
+    for (int i = 0; i < NSUM; ++i) s[i] = added_up(args.part[i], args.partials, args.n, held[i]);
+    if (threadIdx.x % 32 == 0 && at < args.n) ending(args, at, s);
 }
 
-extern "C" __global__ void __launch_bounds__(256) finish_across(const __grid_constant__ Args args) {
-    __shared__ float held[NACROSS + 1][8][33];
+extern "C" __global__ void __launch_bounds__(32 * ADDERS) finish_across(const __grid_constant__ Args args) {
+    __shared__ float held[NACROSS + 1][ADDERS][33];
     const Places places(args);
-    const int at = blockIdx.x * 32 + threadIdx.x % 32;
+    const int at = blockIdx.x * 32 + threadIdx.x / 32;
     float s[NACROSS + 1];
 #pragma unroll
     for (int i = 0; i < NACROSS; ++i) s[i] = added_up(args.across[i], places.columns, args.m, held[i]);
-    if (threadIdx.x < 32 && at < args.m) crossing(args, at, s);
+    if (threadIdx.x % 32 == 0 && at < args.m) crossing(args, at, s);
 }
 
-extern "C" __global__ void __launch_bounds__(256) finish_aside(const __grid_constant__ Args args) {
-    __shared__ float held[8][33];
+extern "C" __global__ void __launch_bounds__(32 * ADDERS) finish_aside(const __grid_constant__ Args args) {
+    __shared__ float held[ADDERS][33];
     const Places places(args);
-    const int at = blockIdx.x * 32 + threadIdx.x % 32, length = ASIDE == 1 ? args.m : args.n;
+    const int at = blockIdx.x * 32 + threadIdx.x / 32, length = ASIDE == 1 ? args.m : args.n;
     const float s = added_up(args.part[NSUM], ASIDE == 1 ? places.columns : places.rows, length, held);
-    if (threadIdx.x < 32 && at < length) aside(args, at, &s);
+    if (threadIdx.x % 32 == 0 && at < length) aside(args, at, &s);
 }

@@ -1,8 +1,9 @@
 """A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
 
 Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one
-of them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile, which
-a second kernel adds up in a fixed order. A factor that lies along the result may be summed up while it is there.
+of them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile (per
+warpgroup where all tiles lie one below another), which a second kernel adds up in a fixed order. A factor that lies
+along the result may be summed up while it is there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SHARED, STAGE, SLOT = 227 * 1024, 128 * 64 * 2, 128 * 64 * 2
 ROWS, COLUMNS, SUMMED, PIECE = 128, 128, 64, 64
 #: stages below which tensor cores wait for memory, and more than which nothing is gained
 FEWEST, ENOUGH = 3, 6
+#: blocks that run at once on the largest Hopper GPU that there is
+BLOCKS = 132
 #: sums and tensors of each kind that fit into registers
 MOST = 4
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -398,13 +401,23 @@ class Product:
         return -(-self.m // ROWS) * -(-self.n // (self.columns // self.parts))
 
     @property
+    def narrow(self) -> bool:
+        """Whether there are sums over rows and one column of tiles: then a warpgroup adds up from tile to tile."""
+        return self.sums > 0 and self.n <= self.columns // self.parts
+
+    def partials(self, blocks: int = BLOCKS) -> int:
+        """Partial sums of each column, where so many blocks run."""
+        return 2 * min(blocks, self.tiles) if self.narrow else -(-self.m // ROWS)
+
+    @property
     def ragged(self) -> bool:
         return bool(self.m % ROWS or self.n % (self.columns // self.parts))
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
         rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
-        shapes = [(rows, self.n)] * self.sums + [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
+        shapes: list[tuple[int, ...]] = [(self.partials(), self.n)] * self.sums
+        shapes += [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
         shapes += [(columns, self.m)] * self.crossed
         return tuple(Spec(s, (s[1], 1), torch.float32) for s in shapes if s)
 
@@ -428,6 +441,7 @@ class Product:
             "RAGGED": int(self.ragged),
             "WINDOW": int(self.windowed),
             "BN": self.columns,
+            "NARROW": int(self.narrow),
             "STAYS": int(shape.stays),
             "ASIDE": self.aside,
             "STAGES": shape.stages,

@@ -14,7 +14,7 @@ import torch
 from ...transforms.tall_products import RIDGE
 from ..triton.scalars import NoText
 from . import library
-from .products import ALIGNMENT, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector
+from .products import ALIGNMENT, BLOCKS, PIECE, ROWS, SUMMED, Matrix, Product, Shape, Vector
 from .windows import Convolution, product_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: multiplications below which a product takes no time worth measuring, and per byte below which it waits for memory
 LEAST, FEW = 1 << 28, 32
-THREADS, FINISHING, FINISHED = 384, 256, 32
+THREADS, FINISHING, FINISHED = 384, 1024, 32
 #: compute capability of the GPUs that have the instruction
 HOPPER = 9
 #: what may run alone, or with what follows
@@ -123,7 +123,7 @@ class Launch:
         lengths["finish_across"] = self.product.m if self.product.crossed else 0
         self.finish = [(kernels.function(name), -(-n // FINISHED)) for name, n in lengths.items() if n]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.grid = min(processors, self.product.tiles)
+        self.grid = min(processors, self.product.tiles, BLOCKS)
         self.pointers: tuple[int, ...] = ()
         self.arguments: Any = None
         self.at = 0
@@ -147,14 +147,14 @@ class Launch:
 
     def place(self, pointers: tuple[int, ...]) -> None:
         """Writes the struct of arguments for tensors that lie so."""
-        data = arguments_of(self.product, self.shape, pointers)
+        data = arguments_of(self.product, self.shape, pointers, self.grid)
         self.arguments = ctypes.create_string_buffer(len(data) + library.MAP_ALIGNMENT)
         self.at = -(-ctypes.addressof(self.arguments) // library.MAP_ALIGNMENT) * library.MAP_ALIGNMENT
         ctypes.memmove(self.at, data, len(data))
         self.pointers = pointers
 
 
-def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> bytes:
+def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks: int = BLOCKS) -> bytes:
     """`Args` of product.cu: maps of tiles, pointers, sizes. pointers: of the region's tensors, then of scratch."""
 
     def pointer_of(own: Matrix | Vector) -> int:
@@ -181,7 +181,7 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int]) -> byt
     tables += [[*scratch[:own], *([] if product.aside else [0])], [*scratch[own:], 0]]
     for table in (*tables, [*map(pointer_of, product.ends), 0]):
         data += b"".join(p.to_bytes(8, "little") for p in table)
-    numbers = (product.m, product.n, product.k, shape.group, *(*product.begins, 0)[:2])
+    numbers = (product.m, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
     numbers += product.window if isinstance(product, Convolution) else ()
     data += b"".join(n.to_bytes(4, "little") for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
