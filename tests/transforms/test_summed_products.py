@@ -75,6 +75,73 @@ def test_one_product_of_what_layers_read(others: bool) -> None:
     assert not reasons(function)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_gradients_of_their_weights_are_one_product(turned: bool, last_first: bool) -> None:
+    """Whichever comes first in the program, and on whichever side what they share stands."""
+
+    def built(b: StepBuilder, x: Value, *rest: Value) -> list[Value]:
+        read: list[Value] = []
+
+        def layer(b: StepBuilder, x: Value, weight: Value, bias: Value) -> Value:
+            read.append(x)
+            return linear(b, x, weight, bias)
+
+        total = skips(b, x, *rest, layer=layer)
+        g = b.reshape(b.tanh(total), shape=(ROWS, OUTER))
+        made = {}
+        for number, each in sorted(enumerate(read), reverse=last_first):
+            made[number] = b.contract(each, g, spec="mk,mn->kn") if turned else b.contract(g, each, spec="mn,mk->nk")
+        return [total, *(made[number] for number in range(COUNT))]
+
+    function = program(types(), built)
+    wanted = Executable(function)(inputs())
+    (found,) = transformations()["summed_products"].find(root_of(function))
+    weights, wide = COUNT * OUTER * INNER * 4, ROWS * OUTER * 4
+    assert found.change.bytes == 2 * weights - 2 * COUNT * wide - (COUNT - 1) * wide
+    assert take(root_of(function), ["summed_products"])
+    verify(root_of(function))
+    assert [op.name for op in ops_of(function)].count("step.contract") == 2
+    for mine, other in zip(Executable(function)(inputs()), wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["one is missing", "others are shared", "before the sum"])
+def test_products_that_are_no_such_gradients_stay(kind: str) -> None:
+    def built(b: StepBuilder, x: Value, *rest: Value) -> list[Value]:
+        read: list[Value] = []
+
+        def layer(b: StepBuilder, x: Value, weight: Value, bias: Value) -> Value:
+            read.append(x)
+            return linear(b, x, weight, bias)
+
+        early = b.full(0.5, (ROWS, OUTER), F32)
+        if kind == "before the sum":
+            made: list[Value] = []
+
+            def eager(b: StepBuilder, x: Value, weight: Value, bias: Value) -> Value:
+                made.append(b.contract(early, x, spec="mn,mk->nk"))
+                return linear(b, x, weight, bias)
+
+            return [skips(b, x, *rest, layer=eager), *made]
+        total = skips(b, x, *rest, layer=layer)
+        g = [b.reshape(b.tanh(total), shape=(ROWS, OUTER)) for _ in read]
+        if kind == "others are shared":
+            g = [b.mul(v, float(n + 2)) for n, v in enumerate(g)]
+        count = COUNT - (kind == "one is missing")
+        made = [b.contract(v, each, spec="mn,mk->nk") for v, each in list(zip(g, read, strict=True))[:count]]
+        return [total, *made]
+
+    function = program(types(), built)
+    wanted = Executable(function)(inputs())
+    assert take(root_of(function), ["summed_products"])
+    verify(root_of(function))
+    kept = {"one is missing": COUNT - 1}.get(kind, COUNT)
+    assert [op.name for op in ops_of(function)].count("step.contract") == 1 + kept
+    for mine, other in zip(Executable(function)(inputs()), wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 def changed(layer: Layer) -> Callable[..., Value]:
     return lambda b, *given: skips(b, *given, layer=layer)
 

@@ -2,7 +2,8 @@
 
 Layers whose outputs are added up, such as skip connections to the end of a network, each write one, and a kernel reads
 all of them. Instead what they read lies in one memory (the plan has it written there, `plan/joins.py`), their weights
-side by side, and one product sums over both. It is added up before it is rounded and not after, in another order.
+side by side, and one product sums over both. It is added up before it is rounded and not after, in another order. The
+gradients of their weights, which all read that of the sum, are one product as well.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ class SummedProducts(Transformation):
             summed = summed_of(op)
             if summed is not None and len(summed.products) >= FEWEST:
                 weights = sum(p.rhs.type.bytes for p in summed.products)
-                # every product is written and read; weights are put side by side
+                # every product is written and read; weights are put side by side; gradients read theirs once
                 less = 2 * len(summed.products) * op.result.type.bytes - 2 * weights
+                less += sum(g.shared.type.bytes * (len(g.ops) - 1) for g in gradients_of(op, summed))
                 yield op, why_not(summed) or Change(-less)
 
     def apply(self, op: Op) -> None:
         summed = summed_of(op)
         assert op.parent is not None and summed is not None
         b = StepBuilder(op.parent, op, op.loc, op.phase)
-        first = summed.products[0]
+        first, gradients = summed.products[0], gradients_of(op, summed)
         left, right = dims_of(first)
         rows = b.concat([p.lhs for p in summed.products], dim=left)
         weights = b.concat([p.rhs for p in summed.products], dim=right)
@@ -71,6 +73,83 @@ class SummedProducts(Transformation):
             y = b.add(y, other)
         op.result.replace_by(y)
         drop(op)
+        for each in gradients:
+            each.put_together(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Products that read one and the same value beside what the summed products read, in the order of these: gradients
+    of their weights. first: the one that comes first in the program."""
+
+    ops: tuple[Op, ...]
+    #: which operand it is
+    side: int
+    first: Op
+
+    @property
+    def shared(self) -> Value:
+        return self.ops[0].operands[self.side]
+
+    def put_together(self, rows: Value) -> None:
+        """One product with all that the others read side by side; each of them is a part of its result."""
+        first = self.first
+        assert first.parent is not None
+        labels = parse_spec(first.spec)
+        dim = labels[2].index(labels[1 - self.side][-1])
+        b = StepBuilder(first.parent, first, first.loc, first.phase)
+        factors = (first.operands[self.side], rows) if self.side == 0 else (rows, first.operands[self.side])
+        y, at = b.contract(*factors, spec=first.spec, wide=first.wide), 0
+        for op in self.ops:
+            end = at + op.result.type.shape[dim]
+            op.result.replace_by(b.slice(y, dim=dim, start=at, end=end))
+            at = end
+        for op in self.ops:
+            drop(op)
+
+
+def gradients_of(total: Op, summed: Summed) -> list[Gradients]:
+    """The products behind a sum that read what the summed ones do, one for each, and all the same beside that."""
+    assert total.parent is not None
+    place = {op: number for number, op in enumerate(total.parent)}
+    found: list[dict[object, tuple[Op, int]]] = []
+    for product in summed.products:
+        views = views_of(product.lhs)
+        mine: dict[object, tuple[Op, int]] = {}
+        for user, operand in seen_by(base(product.lhs)):
+            if user.definition is not Contract or place.get(user, -1) < place[total] or user.addend is not None:
+                continue
+            side = 1 - list(user.operands).index(operand)
+            other = user.operands[side]
+            *factors, out = parse_spec(user.spec)
+            columns = factors[1 - side][-1]
+            if views_of(operand) == views and columns in out and columns not in factors[side]:
+                mine[user.spec, user.wide, side, base(other), views_of(other)] = user, side
+        found.append(mine)
+    result = []
+    for key, (_, side) in found[0].items():
+        if all(key in mine for mine in found):
+            ops = tuple(mine[key][0] for mine in found)
+            result.append(Gradients(ops, side, min(ops, key=lambda op: place[op])))
+    return result
+
+
+def seen_by(value: Value) -> Iterator[tuple[Op, Value]]:
+    """Who reads a value by way of views, and as which value."""
+    for user in dict.fromkeys(value.uses):
+        if is_view(user):
+            yield from seen_by(user.result)
+        else:
+            yield user, value
+
+
+def views_of(value: Value) -> tuple[object, ...]:
+    """How a value is seen, from what is in memory on."""
+    found: list[object] = []
+    while value.op is not None and is_view(value.op):
+        found.insert(0, shown(value.op))
+        value = value.op.operands[0]
+    return tuple(found)
 
 
 def summed_of(op: Op) -> Summed | None:
