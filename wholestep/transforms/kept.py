@@ -174,6 +174,7 @@ class Values:
     written: set[Value] = field(default_factory=set)  # what forward writes to memory in any case: a product reads it
     rewritten: dict[Value, float] = field(default_factory=dict)  # what a product of a later phase reads from memory
     given_back: set[Value] = field(default_factory=set)
+    behind: dict[Value, set[Value] | None] = field(default_factory=dict)  # (`arguments_behind`)
 
     def __post_init__(self) -> None:
         read: dict[Value, None] = {}
@@ -210,10 +211,21 @@ class Values:
 
     def cost_again(self, value: Value, surplus: int) -> int:
         """What computing a value again costs, where its op reads `surplus` bytes more than it makes."""
-        rewritten, read = self.rewritten.get(value, 0.0), 0
-        if rewritten and value.op is not None and not any(is_made(base_of(v)) for v in value.op.operands):
-            read = sum(map(bytes_of, value.op.operands))
+        rewritten = self.rewritten.get(value, 0.0)
+        read = sum(map(bytes_of, self.arguments_behind(value) or ())) if rewritten else 0
         return int(self.limits.joins * surplus + self.limits.anew * read + rewritten * bytes_of(value))
+
+    def arguments_behind(self, value: Value) -> set[Value] | None:
+        """The arguments of the step that cheap ops make a value of; None where they need something else as well."""
+        if not is_made(base_of(value)):
+            return {base_of(value)}
+        if value not in self.behind:
+            self.behind[value] = None
+            if value.op in self.cheap:
+                found = [self.arguments_behind(v) for v in value.op.operands]  # type: ignore[union-attr]
+                known = [each for each in found if each is not None]
+                self.behind[value] = set[Value]().union(*known) if len(known) == len(found) else None
+        return self.behind[value]
 
     def sources(self, value: Value) -> list[Value] | None:
         """What a value is computed again from, beside what is there anyway; None where it cannot be."""

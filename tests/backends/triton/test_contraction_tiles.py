@@ -40,8 +40,19 @@ def test_many_functions_leave_room_for_fewer_sums() -> None:
 
 
 def test_programs_stay_with_a_computed_factor_where_little_is_multiplied() -> None:
-    assert tiles.staying(demand(256, 128)) and not tiles.staying(demand(256, 128, computed=True))
-    assert tiles.staying(demand(64, 256, computed=True))
+    assert tiles.staying(demand(1024, 256)) and not tiles.staying(demand(1024, 256, computed=True))
+    assert tiles.staying(demand(64, 256, computed=True)) and tiles.staying(demand(256, 128, computed=True))
+
+
+def test_with_a_computed_factor_two_programs_share_a_multiprocessor_or_one_has_all_columns() -> None:
+    """As was measured: with four warps two of them, with eight one, by what registers hold."""
+    (two, *_), (one, *_) = (tiles.staying(demand(n, k, computed=True)) for n, k in ((512, 128), (128, 256)))
+    assert (two.n, two.warps, two.programs) == (128, 4, 2 * tiles.PROCESSORS)
+    assert (one.n, one.warps, one.programs) == (128, 8, tiles.PROCESSORS)
+    for n, k in itertools.product((64, 128, 256, 512), (64, 128, 256)):
+        found = tiles.staying(demand(n, k, computed=True))
+        assert all(t.programs > tiles.PROCESSORS or t.n >= n for t in found)
+        assert [tiles.spills(t) for t in found] == sorted(tiles.spills(t) for t in found)
 
 
 def test_what_has_two_loads_under_way_is_guessed_first() -> None:

@@ -41,7 +41,11 @@ LEAST_PART = 8
 #: multiplications per element that is read or written below which a product waits for memory
 RIDGE = 256
 #: the same for programs that stay where a factor is computed, which they do not do while they multiply
-RIDGE_COMPUTED = 64
+RIDGE_COMPUTED = 128
+#: registers of a thread beside its sums, and for each element that it computes of a factor
+OTHERS, EACH = 80, 1.5
+#: sums of a thread that leave it few registers for others
+MANY_SUMS = 32
 #: the longest sum that a program takes in one step, and the fewest rows for which programs stay
 LONGEST = 256
 MANY = 4 * 64 * PROCESSORS
@@ -165,7 +169,9 @@ def staying(demand: Demand) -> list[Tile]:
             continue
         if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
             continue
-        for at_once in range(min(4, REGISTERS // (32 * warps * 128)), 0, -1):
+        # what a thread computes beside many sums takes more registers than the 128 that are enough elsewhere
+        own = held(m, n, k, warps) if not demand.plain[0] and m * n // (32 * warps) >= MANY_SUMS else 128
+        for at_once in range(max(1, min(4, REGISTERS // (32 * warps * own))), 0, -1):
             tiles = (Tile(m, n, k, warps, stages) for stages in (4, 3, 2))
             tile = next((t for t in tiles if staying_bytes(t, demand) <= SHARED // at_once), None)
             if tile is not None:
@@ -175,8 +181,22 @@ def staying(demand: Demand) -> list[Tile]:
     least = min((rounded_up(demand.n, t.n) for t in found), default=0)
     # those with two loads under way first, and with few columns for nothing; the best of the wide ones is the second
     found.sort(key=lambda t: (t.stages < 3, SPARE * rounded_up(demand.n, t.n) > least, -t.programs * t.warps))
+    if not demand.plain[0]:  # two programs rather than two loads, so that one multiplies while the other computes
+        found = [t for t in found if t.programs > PROCESSORS or t.n >= demand.n]
+        found.sort(key=lambda t: (spills(t), comes_again(t, demand), -t.programs))
     wide = next((t for t in found if t.n in halves), None)
     return found if wide is None or wide in found[:2] else [found[0], wide, *(t for t in found[1:] if t != wide)]
+
+
+def held(m: int, n: int, k: int, warps: int) -> int:
+    """Registers of a thread of a program that stays and computes a factor, roughly."""
+    return int((m * n + EACH * m * k) / (32 * warps)) + OTHERS
+
+
+def spills(tile: Tile) -> bool:
+    """Whether such a thread may need more registers than it has."""
+    there = REGISTERS // (32 * tile.warps * -(-tile.programs // PROCESSORS))
+    return held(tile.m, tile.n, tile.k, tile.warps) > min(255, there)
 
 
 def rounded_up(size: int, step: int) -> int:
@@ -270,7 +290,7 @@ def cost(tile: Tile, demand: Demand) -> float:
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
     if at_once == 1 and not all(demand.plain):  # and one multiplies while the other computes its factors
-        total *= 1.5
+        total *= 1.5 if tile.split == 1 else 1.2
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2
