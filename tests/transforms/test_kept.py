@@ -285,6 +285,21 @@ def sums_again(case: Case) -> list[Op]:
     return [op for op in copies if op.name == "step.add" and not any(v.op is None for v in op.operands)]
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_images_in_16_bits_are_kept_where_bytes_that_move_count(padded: bool) -> None:
+    """Through whatever cheap ops they come: backward would read the batch and write them once more."""
+
+    def kept(limits: Limits) -> set[str]:
+        stem = nn.Sequential(*[nn.ZeroPad2d((0, 1, 0, 1))] * padded, nn.Conv2d(3, 8, 3))
+        case = Case((stem, lambda m, x: m(x).float().pow(2).mean(), (torch.randn(4, 3, 16, 16),)), precision="bf16")
+        cut(case.program.module, limits=limits)
+        found = [v.op for v in kept_values(block_of(case)) if v.type.shape[1:2] == (3,)]
+        return {op.name for op in found if op is not None}
+
+    assert not kept(ALL)
+    assert kept(replace(ALL, products=1.25, anew=1.0)) == {"step.pad" if padded else "step.cast"}
+
+
 def test_a_residual_stream_is_not_summed_up_again() -> None:
     case = streams(nn.functional.dropout, "fp32")
     cut(case.program.module, limits=ALL)

@@ -44,6 +44,8 @@ RIDGE = 256
 RIDGE_COMPUTED = 128
 #: registers of a thread beside its sums, and for each element that it computes of a factor
 OTHERS, EACH = 80, 1.5
+#: elements of the summed dimension that such programs take at a time, where whole ones are filled up with too many
+ROUNDS = (64, 32)
 #: sums of a thread that leave it few registers for others
 MANY_SUMS = 32
 #: the longest sum that a program takes in one step, and the fewest rows for which programs stay
@@ -157,6 +159,16 @@ def staying(demand: Demand) -> list[Tile]:
     k = max(16, power_of_two(demand.k))
     if not demand.stays or k > LONGEST or demand.m < MANY or not waits_for_memory(demand):
         return []
+    found = staying_by(demand, k)
+    if not demand.plain[0]:  # what is computed beyond the end is for nothing: in rounds it is less
+        part = min(ROUNDS, key=lambda part: rounded_up(demand.k, part))
+        rounds = staying_by(demand, part) if rounded_up(demand.k, part) <= SPARE * k else []
+        found = [*found[:1], *rounds[:1], *found[1:]]
+    return found
+
+
+def staying_by(demand: Demand, k: int) -> list[Tile]:
+    """Such tiles that take so many elements of what is summed at a time, the best guess first."""
     found = []
     whole = max(16, min(power_of_two(demand.n), 256))
     # sums of a thread, beside which what is made of them is in registers
@@ -227,10 +239,10 @@ def staying_bytes(tile: Tile, demand: Demand) -> int:
 
     Tensor cores read a factor that is as it lies where it was loaded: one more is then under way.
     """
-    ahead = tile.stages - 1
-    rows = tile.m * tile.k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
+    ahead, k = tile.stages - 1, rounded_up(demand.k, tile.k)
+    rows = tile.m * k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
     anew = max(tile.m * tile.n * demand.written, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
-    return tile.n * tile.k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
+    return tile.n * k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
 
 
 def waits_for_memory(demand: Demand) -> bool:
