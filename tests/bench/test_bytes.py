@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
-from bench.bytes import families, groups_of, main, moves_of, planned
+from bench.bytes import Guessed, families, groups_of, main, moves_of, planned
+from wholestep.backends.providers import Region
 from wholestep.bench.workload import Case, build
 from wholestep.cost.movement import Movement, movement_of
 
@@ -54,3 +57,18 @@ def test_the_page_and_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "gpt2@tiny: moved" in out and "beyond the bound by family" in out and " in all" in out
     figures = json.loads((tmp_path / "figures.json").read_text())["gpt2@tiny"]
     assert figures["moved"] == figures["bound"] + sum(figures["beyond"].values())
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_plan_is_made_whatever_the_clock_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are joined, computed twice and refused by chance. (These seeds once met ops that were copies or gone.)"""
+    drawn, guessed = random.Random(seed), Guessed.times
+
+    def times(self: Guessed, regions: Sequence[Region]) -> list[float]:
+        return [seconds * drawn.uniform(0.3, 3) for seconds in guessed(self, regions)]
+
+    monkeypatch.setattr(Guessed, "times", times)
+    made = planned(build(Case("mobilenet_v2", "full"), "cpu"))
+    assert made.fusion is not None
+    refused = [why for why in made.fusion.refusals.values() if why.startswith("measured: ")]
+    assert len(refused) > 5 and movement_of(made).ledger.total > 0

@@ -173,7 +173,13 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice]
             continue
         why = f"measured: {after * 1e6:.1f} us as one kernel, {before * 1e6:.1f} us apart"
         for pair in choice.pairs:
-            fuser.refuse(*pair, why if math.isfinite(after) else NOBODY, choice.saved)
+            if all(op in fuser.names for op in pair):  # (copies of ops have no name)
+                fuser.refuse(*pair, why if math.isfinite(after) else NOBODY, choice.saved)
+
+
+def named(fuser: Fuser, group: Group) -> Op:
+    """An op of a kernel by which it is known: copies have no name."""
+    return next((op for op in group.members if op in fuser.names), group.members[0])
 
 
 def heavy(fuser: Fuser, found: Iterable[Choice], least: int | None = None) -> list[Choice]:
@@ -373,7 +379,7 @@ def once_more(fuser: Fuser, products: Sequence[Op]) -> Iterator[Choice]:
                 return why_not(fuser, piece_of(members, fuser.position))
 
             apply = functools.partial(hand_over, fuser, made, {op}, own, [other], refused)
-            choice = Choice(old, new, apply, [(op, other.members[0])])
+            choice = Choice(old, new, apply, [(op, named(fuser, other))])
             if choice.worth_it and not any(why_not(fuser, piece) for piece in new):
                 yield choice
 
@@ -407,7 +413,7 @@ def beside(
                     continue
                 whole = piece_of([*own.members, *other.members], fuser.position)
                 both = functools.partial(take_beside, fuser, own, other)
-                choice = Choice([mine, theirs], [whole], both, [(op, other.members[0])])
+                choice = Choice([mine, theirs], [whole], both, [(op, named(fuser, other))])
                 if choice.worth_it and not why_not(fuser, whole) and able(choice):
                     met.add(id(other))
                     yield choice

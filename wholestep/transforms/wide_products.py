@@ -61,7 +61,8 @@ def join_wide(fuser: Fuser, groups: list[Group]) -> list[Group]:
 
 def wide_among(fuser: Fuser) -> list[Op]:
     """The wide products that stand alone."""
-    return [op for op in fuser.nodes if is_wide(op) and op.results[0].uses and fuser.groups[op].members == [op]]
+    left = [op for op in fuser.nodes if op.parent is not None]  # what others compute instead is gone
+    return [op for op in left if is_wide(op) and op.results[0].uses and fuser.groups[op].members == [op]]
 
 
 def able_by(fuser: Fuser) -> Callable[[Choice], bool]:
