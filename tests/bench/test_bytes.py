@@ -59,7 +59,7 @@ def test_the_page_and_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert figures["moved"] == figures["bound"] + sum(figures["beyond"].values())
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_a_plan_is_made_whatever_the_clock_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are joined, computed twice and refused by chance. (These seeds once met ops that were copies or gone.)"""
     drawn, guessed = random.Random(seed), Guessed.times

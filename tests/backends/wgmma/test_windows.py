@@ -194,7 +194,8 @@ def test_it_competes_alone_and_with_what_follows(monkeypatch: pytest.MonkeyPatch
         return replace(found, operands=tuple(map(laid, found.operands)), results=tuple(map(laid, found.results)))
 
     (provider,) = (p for p in providers_for(torch.device("cuda"), ["aten", "triton"]) if p.name == "wgmma")
-    assert "step.conv" in provider.alone and provider.claims(region(56))
+    monkeypatch.setattr(ways, "why_absent", lambda: "there is no GPU here")
+    assert "step.conv" in provider.alone and provider.claims(region(56)) == "there is no GPU here"
     monkeypatch.setattr(ways, "why_absent", lambda: "")
     assert provider.claims(region(56)) == "" and provider.follows(region(56))
     assert "too small" in provider.claims(region(4)) and not provider.follows(region(4))
