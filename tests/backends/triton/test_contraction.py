@@ -128,6 +128,12 @@ def _(b, x, w, scale, shift):
     return [y, b.sum(y, dims=(0,)), b.sum(b.mul(y, y), dims=(0,))]
 
 
+@case("a gate of each image on load, statistics on store", (3, 128, 37), (52, 37), (3, 1, 37))
+def _(b, x, w, gate):
+    y = b.cast(b.contract(b.mul(b.silu(x), gate), w, spec="imk,nk->imn"), dtype=F32)
+    return [y, b.sum(y, dims=(0, 1))]
+
+
 @case("both factors computed, sums of nothing stay nothing", (70, 37), (52, 37))
 def _(b, x, w):
     return b.contract(b.exp(x), b.reciprocal(b.add(w, 9.0)), spec="mk,nk->mn")
@@ -483,6 +489,7 @@ def test_pieces(child: Ask, name: str) -> None:
         "scale, shift and activation on load, statistics on store",
         "derivative of the activation and column sums",
         "residual sum on load and stored as well, statistics on store",
+        "a gate of each image on load, statistics on store",
     ],
 )
 def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
@@ -492,6 +499,24 @@ def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
     tiles = [dict(m=m, n=n, k=k, warps=w, stages=2, programs=p) for m, n, k, w, p in sizes]
     for element in ("f32", "bf16"):
         assert_right(child(name, element, tiles=tiles, every=True), least=4)
+
+
+def test_what_lies_along_images_is_loaded_once_for_rows_of_one() -> None:
+    """In rounds, where tiles end with images: 128 rows have two tiles of 64, and none of 256."""
+    pytest.importorskip("triton")
+    from wholestep.backends.triton.contraction import Contraction, Tile
+
+    function, results = kernel("a gate of each image on load, statistics on store", ScalarType("bf16"))
+    types = [TensorType(s, ScalarType("bf16")) for s in ((3, 128, 37), (52, 37), (3, 1, 37))]
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+    product = Contraction(function, specs)
+
+    def images(m: int, k: int) -> list[str]:
+        source = product.generate(Tile(m, 64, k, 4, 2, programs=2)).source
+        return sorted({line.split(" = ")[1] for line in source.splitlines() if line.strip().startswith("a_i0 = ")})
+
+    assert images(64, 16) == ["row * 64 // 128"]
+    assert images(64, 64) == ["m // 128"] and images(256, 16) == ["m // 128"]
 
 
 def test_many_partial_sums_are_folded(child: Ask) -> None:

@@ -181,8 +181,11 @@ def staying_by(demand: Demand, k: int) -> list[Tile]:
             continue
         if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
             continue
-        # what a thread computes beside many sums takes more registers than the 128 that are enough elsewhere
-        own = held(m, n, k, warps) if not demand.plain[0] and m * n // (32 * warps) >= MANY_SUMS else 128
+        # what a thread computes beside many sums takes more registers than the 128 that are enough elsewhere, and so do
+        # vectors along what is summed, which it keeps for all rounds
+        own = 160 if k < demand.k else 128
+        if not demand.plain[0] and m * n // (32 * warps) >= MANY_SUMS:
+            own = max(own, held(m, n, k, warps))
         for at_once in range(max(1, min(4, REGISTERS // (32 * warps * own))), 0, -1):
             tiles = (Tile(m, n, k, warps, stages) for stages in (4, 3, 2))
             tile = next((t for t in tiles if staying_bytes(t, demand) <= SHARED // at_once), None)
