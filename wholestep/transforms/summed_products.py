@@ -83,7 +83,7 @@ class Gradients:
     of their weights. first: the one that comes first in the program."""
 
     ops: tuple[Op, ...]
-    #: which operand it is
+    #: which operand of theirs that value is
     side: int
     first: Op
 

@@ -36,8 +36,8 @@ TALL = 8
 #: the share of bytes, and the bytes of all kernels that are alike, that must be saved for it to be worth measuring:
 #: kernels take long to compile, but equal ones only once
 WORTH, LEAST = 0.05, 1 << 26
-#: so many times as long may what moves less take: times of single kernels are no more exact than that, and fewer bytes
-#: leave more of the cache and of the power to others
+#: so many times as long may what moves less take: kernels are timed alone, and fewer bytes leave more of the cache and
+#: of the power to others
 TIE = 1.08
 #: how many times as large as what a product reads its result must be, that it is computed twice
 WIDER = 2

@@ -265,25 +265,8 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     assert [w for w in words[: 16 * 5] if w] == [1 << 10, 1 << 11, 1 << 12]
     numbers = data[16 * 5 * 8 + 6 * 8 :]
     found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 68, 4)]
-    assert found == [
-        product.m,
-        product.n,
-        product.k,
-        shape.group,
-        product.partials(),
-        0,
-        0,
-        64,
-        3,
-        12,
-        6,
-        1,
-        2,
-        3,
-        1,
-        3,
-        1,
-    ]
+    assert found[:7] == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0]
+    assert found[7:] == [64, 3, 12, 6, 1, 2, 3, 1, 3, 1]
     assert len(data) % 64 == 0
 
 

@@ -247,10 +247,12 @@ class Writer:
         shape = min(tile.m // 16, tile.warps), 8
         for number, _ in enumerate(product.sums):
             text.line(f"sum{number} = tl.zeros({(*shape, tile.n)}, tl.float32)")
+        # in rounds, what lies along the first dimension of rows, such as images, is read once for rows of one of these
+        alone = len(rounds) > 1 and product.rows is None and self.m.alone
         text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}, num_stages={tile.stages}):")
         for number, (a, _) in enumerate(rounds):
             a.depth = text.depth = 2
-            a.start(self.m, f"row * {tile.m}", self.rows_share_the_first(a))
+            a.start(self.m, f"row * {tile.m}", alone)
             a.ready(a.needed(targets[number][0]))
             if not number:
                 text.start(self.m, f"row * {tile.m}")
@@ -271,14 +273,6 @@ class Writer:
             text.helpers |= a.helpers | b.helpers
         self.texts.append((text, tile.programs, tile.warps))
         self.finish([*self.partials, *self.asides])
-
-    def rows_share_the_first(self, side: Side) -> bool:
-        """Whether all rows of a tile have one index of their first dimension, such as an image: what lies along that
-        is loaded once for all of them. In rounds, whose loads are short, that is worth it."""
-        inner = math.prod(d.size for d in self.m.dims[1:])
-        in_rounds = self.tile.k < self.product.size["k"]
-        in_rounds = in_rounds and self.product.rows is None  # (windows share more than that)
-        return in_rounds and len(self.m.dims) > 1 and inner > 0 and inner % self.tile.m == 0 and not side.widened
 
     def round(self, lines: list[str], first: int) -> tuple[Side, Side]:
         """The sides of one round over the summed dimension."""

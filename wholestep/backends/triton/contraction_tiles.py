@@ -44,6 +44,8 @@ RIDGE = 256
 RIDGE_COMPUTED = 128
 #: registers of a thread beside its sums, and for each element that it computes of a factor
 OTHERS, EACH = 80, 1.5
+#: and where nothing is counted: of a program that takes all that is summed at once, and of one that does so in rounds
+USUAL, IN_ROUNDS = 128, 160
 #: elements of the summed dimension that such programs take at a time, where whole ones are filled up with too many
 ROUNDS = (64, 32)
 #: sums of a thread that leave it few registers for others
@@ -181,9 +183,9 @@ def staying_by(demand: Demand, k: int) -> list[Tile]:
             continue
         if not demand.plain[0] and m * k // (32 * warps) > 128:  # it is computed in registers
             continue
-        # what a thread computes beside many sums takes more registers than the 128 that are enough elsewhere, and so do
-        # vectors along what is summed, which it keeps for all rounds
-        own = 160 if k < demand.k else 128
+        # what a thread computes beside many sums takes registers, and so do vectors along what is summed, which it
+        # keeps for all rounds
+        own = IN_ROUNDS if k < demand.k else USUAL
         if not demand.plain[0] and m * n // (32 * warps) >= MANY_SUMS:
             own = max(own, held(m, n, k, warps))
         for at_once in range(max(1, min(4, REGISTERS // (32 * warps * own))), 0, -1):

@@ -448,11 +448,8 @@ class Family:
             sums.append((op, text.accumulator(op, axes), axes))
         programs = config.programs
         steps = f"pid // {max(k.blocks, 1)} * {n.block}, {n.size}, {programs * n.block}"
-        # what lies along the first of several dimensions is read once for a block that has one point of it
-        inner = math.prod(d.size for d in n.dims[1:])
-        alone = len(n.dims) > 1 and inner > 0 and inner % n.block == 0
         with text.loop(f"n0 in {counted(steps, config.stages)}"):
-            text.start(n, "n0", alone)
+            text.start(n, "n0", n.alone)  # what lies along the first dimension is read once for a block
             text.ready(everything)
             for op, name, axes in sums:
                 text.accumulate(name, op, axes, [n])

@@ -66,6 +66,12 @@ class Axis:
         return -(-self.size // self.run)
 
     @property
+    def alone(self) -> bool:
+        """Whether no block has more than one point of the first of several dimensions."""
+        inner = math.prod(d.size for d in self.dims[1:])
+        return len(self.dims) > 1 and inner > 0 and inner % self.block == 0
+
+    @property
     def parts(self) -> frozenset[int]:
         return frozenset(p for d in (*self.dims, *self.along) for p in d.parts)
 
@@ -144,7 +150,7 @@ class Text:
     def start(self, axis: Axis, first: str, alone: bool = False) -> None:
         """Opens an axis at a point: its index, its mask and the indices of its dimensions.
 
-        alone: no block has more than one point of the first dimension, whose index is a scalar then.
+        alone: the index of the first dimension is a scalar, as it may be where the axis says so (`Axis.alone`).
         """
         n = axis.name
         self.starts[n] = first
