@@ -145,6 +145,7 @@ def planned(workload: Workload) -> Planned:
     with timed_by(Timing(why_modelled="nothing is timed")):
         transform(program.module, whatever(FIRST), levels=range(1, options.level + 1))
     take(program.module, [d.name for d in DEFAULTS if d.suits(options.level, "cuda", True, True)], (), GPU)
+    run_pipeline(program.module, "cse")
     kept.cut(program.module, limits=kept.WITHOUT_BUDGET)
     run_pipeline(program.module, "cse,dce")
     choose_attentions(program.module, GPU, tune=False)

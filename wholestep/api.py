@@ -54,6 +54,7 @@ from .transforms import (  # noqa: F401  (they register)
     casts,
     chunked_loss,
     direct,
+    early_norm,
     grouped_attention,
     inner_sums,
     join_slices,
@@ -115,7 +116,8 @@ DEFAULTS = (
     Default("sums_through", level=2, fused=True),  # once gradients of one input's readers are side by side
     *map(Default, ("symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("summed_products", level=2, fused=True),  # who does not fuse would copy what they read
-    Default("through_norm", level=3, fused=True),  # once 1x1 convolutions are products
+    Default("early_norm", level=3, fused=True),  # once 1x1 convolutions are products
+    Default("through_norm", level=3, fused=True),
     Default("inner_sums", level=3, fused=True),
     Default("through_loss", level=3, followed=True),
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks
@@ -308,6 +310,7 @@ def compile_step(step: TrainStep, batch: Any) -> Compiled:
             recipe += transform(program.module, chosen, forbid=forbid, levels=levels, device=device)
     if fuses and options.level >= 3 and not options.recipe:  # in a kernel that is reading anyway, work costs nothing
         quick = device.type == "cuda" and options.memory_budget is None
+        run_pipeline(program.module, "cse")  # what forward has already is not asked for by a copy
         recipe += kept.cut(program.module, not_fused(options.forbid), kept.WITHOUT_BUDGET if quick else None)
     run_pipeline(program.module, "cse,dce" if recipe else "dce")
     timed = 0.0 if layout_clock is None else layout_clock.close()

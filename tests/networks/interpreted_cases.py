@@ -19,7 +19,7 @@ from bench.networks import NAMES, build
 from bench.networks.curves import apart, compiled, eager, losses_of
 from wholestep import api
 from wholestep.backends.providers import Triton, forget_provider, register_provider
-from wholestep.transforms import through_norm
+from wholestep.transforms import early_norm, through_norm
 
 pytest.importorskip("transformers")
 
@@ -51,10 +51,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_gradients_through_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with large images: backward does not read what a product before a BatchNorm has made."""
+    """As with large images: backward does not read what a product before a BatchNorm has made, and its statistics are
+    known before it is made."""
     monkeypatch.setattr(through_norm, "LEAST", 0)
+    monkeypatch.setattr(early_norm, "LEAST", 0)
     recipe = check_two_steps("resnet50", "bf16")
-    assert any(line.startswith("through_norm ") for line in recipe)
+    for name in ("through_norm", "early_norm"):
+        assert any(line.startswith(f"{name} ") for line in recipe)
 
 
 def test_skip_connections_are_one_product() -> None:

@@ -228,10 +228,13 @@ class Lowering:
             if roles is None or op.definition.name in apart:
                 continue
             seen: dict[str, tuple[tuple[int, ...], int]] = {}
-            values = (*op.operands, *op.results)
-            for value, labels in zip(values, (*roles.operands, *roles.results), strict=True):
-                for label, parts, size in zip(labels, self.homes[value], value.type.shape, strict=True):
-                    if label == " " or size == 1:
+            values, spoken = (*op.operands, *op.results), (*roles.operands, *roles.results)
+            for number, (value, labels) in enumerate(zip(values, spoken, strict=True)):
+                first_labels = spoken[values.index(value)] if number < len(op.operands) else labels
+                for label, own, parts, size in zip(
+                    labels, first_labels, self.homes[value], value.type.shape, strict=True
+                ):
+                    if label == " " or size == 1 or label != own:  # (a product with itself reads it across once)
                         continue
                     first, known = seen.setdefault(label, (parts, size))
                     if known == size and first is not parts:

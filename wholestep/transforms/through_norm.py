@@ -4,7 +4,7 @@ BatchNorm's gradient is that of its result, less its mean and less a multiple of
 product of that with something is a sum of three: the middle one needs sums of columns alone, and the last is linear in
 the product y = x W', so that it follows from x, which is smaller where W makes few channels into many:
 
-    dW = e (g' x - mean(g) sum(x)) - q (W x' x - mean(y) sum(x))        q = weight rstd^2 dweight / n, e = weight rstd
+    dW = e (g' x - mean(g) sum(x)) - q W (x' x - n mean(x) mean(x)')    q = weight rstd^2 dweight / n, e = weight rstd
     dx = g (e W) - x (W' q W) + a vector
 
 The gradient of BatchNorm's weight is the sum over W times g' x. Three readers of y become readers of x, and backward
@@ -122,38 +122,36 @@ class ThroughNorm(Transformation):
         def column(value: Value) -> Value:
             return b.reshape(value, shape=(channels, 1))
 
-        weight = b.cast_to(site.weight, F32)
-        weight = weight if site.channels_first else b.transpose(weight, order=(1, 0))
+        weight = weight_of(b, site)
         mean, rstd = (b.cast_to(v, F32) for v in (op.mean, op.rstd))
         # what is summed over all rows
         db = b.sum(b.cast_to(op.dy, F32), dims=tuple(d for d in range(rank) if d != 1))
         rows, inner, out = site.rows, site.inner, parse_spec(site.product.spec)[2]
         channel = next(c for c in out if c not in rows)
-        spare = next(c for c in "zyxwv" if c not in rows + out)
         dims = seen(op.x)[1]
         gradient = op.dy
         if dims != sorted(dims):
             gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
-        # both products read x, so that they are one: of the gradient with x beside it, in one memory
         alone = site.in_rows and not is_part(op.dy)
         both = b.concat([gradient, site.x], dim=rank - 1) if alone else None
-        if both is None:
-            product = b.contract(gradient, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
-            square = b.contract(site.x, site.x, spec=f"{rows.replace(inner, spare)},{rows}->{spare}{inner}", wide=True)
-        else:
-            made = b.contract(both, site.x, spec=f"{out},{rows}->{channel}{inner}", wide=True)
+        spec = f"{out},{rows}->{channel}{inner}"
+        if both is None or has_square(site):
+            product, square = b.contract(gradient, site.x, spec=spec, wide=True), square_of(b, site)
+        else:  # both products read x, so that they are one: of the gradient with x beside it, in one memory
+            made = b.contract(both, site.x, spec=spec, wide=True)
             product = b.slice(made, dim=0, start=0, end=channels)
             square = b.slice(made, dim=0, start=channels, end=made.type.shape[0])
-        total = b.sum(b.cast_to(site.x, F32), dims=tuple(d for d, c in enumerate(rows) if c != inner))
+        total = sums_of(b, site)
+        _, turned = spread(b, site, weight, total, square)
         # the vectors
         dw = b.mul(rstd, b.sub(b.sum(b.mul(weight, product), dims=(1,)), b.mul(mean, db)))
         scale = rstd if op.weight is None else b.mul(rstd, b.cast_to(op.weight, F32))
         slope = b.mul(b.mul(scale, rstd), b.div(dw, count))
-        away = b.sub(b.mul(slope, mean), b.mul(scale, b.div(db, count)))  # what all rows of x are multiplied by
+        shift = b.mul(scale, b.div(db, count))
+        away = b.sub(b.mul(slope, mean), shift)  # what all rows of x are multiplied by
         # the weight's gradient
-        turned = b.contract(weight, square, spec="oz,zc->oc")
-        own = b.sub(b.mul(column(scale), product), b.mul(column(slope), turned))
-        own = b.add(own, b.mul(column(away), b.reshape(total, shape=(1, total.type.size))))
+        own = b.sub(b.mul(column(scale), product), b.mul(column(b.mul(slope, count)), turned))
+        own = b.sub(own, b.mul(column(shift), b.reshape(total, shape=(1, total.type.size))))
         own = own if site.own.out[0] == site.own.channel else b.transpose(own, order=(1, 0))
         new = b.cast_to(own, site.own.op.result.type.element)
         for reader in site.inputs:
@@ -233,6 +231,41 @@ def rows_of(op: Op, site: Site, reader: Reader) -> dict[str, str]:
     for order in reader.orders:
         mine = [mine[i] for i in order]
     return {out[dims[m]]: c for m, c in zip(mine, reader.labels[0], strict=True) if m != 1}
+
+
+# ---- what a product reads, summed up ---------------------------------------------------------------------------------
+
+
+def weight_of(b: StepBuilder, site: Site) -> Value:
+    """The weight in f32, with its result's channels first."""
+    weight = b.cast_to(site.weight, F32)
+    return weight if site.channels_first else b.transpose(weight, order=(1, 0))
+
+
+def sums_of(b: StepBuilder, site: Site) -> Value:
+    """The sum of all rows of x."""
+    return b.sum(b.cast_to(site.x, F32), dims=tuple(d for d, c in enumerate(site.rows) if c != site.inner))
+
+
+def square_of(b: StepBuilder, site: Site) -> Value:
+    """x' x."""
+    spare = next(c for c in "zyxwv" if c not in site.rows + parse_spec(site.product.spec)[2])
+    spec = f"{site.rows.replace(site.inner, spare)},{site.rows}->{spare}{site.inner}"
+    return b.contract(site.x, site.x, spec=spec, wide=True)
+
+
+def has_square(site: Site) -> bool:
+    """Whether somebody computes x' x already, as `early_norm` does."""
+    return any(u.definition is Contract and u.wide and u.lhs is u.rhs for u in site.x.uses)
+
+
+def spread(b: StepBuilder, site: Site, weight: Value, total: Value, square: Value) -> tuple[Value, Value]:
+    """The mean of x, and the weight times its covariance: around the mean, which variances are small beside."""
+    width = total.type.size
+    count = float(site.x.type.size // width)
+    centre = b.div(total, count)
+    around = b.mul(b.reshape(centre, shape=(width, 1)), b.reshape(centre, shape=(1, width)))
+    return centre, b.contract(weight, b.sub(b.div(square, count), around), spec="oz,zc->oc")
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------

@@ -576,29 +576,35 @@ class BatchNorm(BatchNormLike):
         return present(op, dx, dw, db, None, None)
 
     @staticmethod
-    def expand(b, op):
-        dims, rank = _batch_dims(op), op.x.type.rank
+    def expand(b, op, statistics=None):
+        """statistics: mean and variance of the batch, where known."""
         (x,) = widen(b, op.x)
-        running = []
-        if op.training:
-            if op.running_mean is None:
-                mean = b.mean(x, dims=dims)
-                variance = b.variance(x, dims=dims, correction=0)
-            else:  # both sums from one look at x: around the running mean they lose no digits once that has settled
-                around = b.cast_to(op.running_mean, x.type.element)
-                distance = b.sub(x, per_channel(b, around, rank))
-                off = b.mean(distance, dims=dims)
-                mean = b.add(around, off)
-                variance = b.maximum(b.sub(b.mean(b.mul(distance, distance), dims=dims), b.mul(off, off)), 0.0)
-                count = x.type.size // x.type.shape[1]
-                unbiased = b.mul(variance, count / max(1, count - 1))
-                for old, new in ((op.running_mean, mean), (op.running_var, unbiased)):
-                    kept = b.mul(b.cast_to(old, x.type.element), 1.0 - op.momentum)
-                    running.append(b.cast_to(b.add(kept, b.mul(new, op.momentum)), old.type.element))
-        else:
+        if not op.training:
             mean, variance = (b.cast_to(v, x.type.element) for v in (op.running_mean, op.running_var))
+        else:
+            mean, variance = statistics or BatchNorm.statistics(b, op, x)
+        running = []
+        if op.training and op.running_mean is not None:
+            count = x.type.size // x.type.shape[1]
+            unbiased = b.mul(variance, count / max(1, count - 1))
+            for old, new in ((op.running_mean, mean), (op.running_var, unbiased)):
+                kept = b.mul(b.cast_to(old, x.type.element), 1.0 - op.momentum)
+                running.append(b.cast_to(b.add(kept, b.mul(new, op.momentum)), old.type.element))
         rstd = b.rsqrt(b.add(variance, op.eps))
         return BatchNorm.normalised(b, op, mean, rstd), mean, rstd, *running
+
+    @staticmethod
+    def statistics(b, op, x):
+        """Mean and variance of a batch: with running statistics both sums are from one look at x, around the running
+        mean, where they lose no digits once that has settled."""
+        dims = _batch_dims(op)
+        if op.running_mean is None:
+            return b.mean(x, dims=dims), b.variance(x, dims=dims, correction=0)
+        around = b.cast_to(op.running_mean, x.type.element)
+        distance = b.sub(x, per_channel(b, around, op.x.type.rank))
+        off = b.mean(distance, dims=dims)
+        square = b.mean(b.mul(distance, distance), dims=dims)
+        return b.add(around, off), b.maximum(b.sub(square, b.mul(off, off)), 0.0)
 
     @staticmethod
     def normalised(b, op, mean, rstd):
