@@ -118,6 +118,7 @@ DEFAULTS = (
     Default("summed_products", level=2, fused=True),  # who does not fuse would copy what they read
     Default("early_norm", level=3, fused=True),  # once 1x1 convolutions are products
     Default("through_norm", level=3, fused=True),
+    Default("bit_masks", level=3, fused=True),  # who does not fuse would write masks in a pass
     Default("inner_sums", level=3, fused=True),
     Default("through_loss", level=3, followed=True),
     Default("wide_loss", fused=True, budgeted=True),  # op by op it would write logits in f32; a loss may go in chunks

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..dialects.step import StepBuilder
-from ..dialects.step.bits import BYTE
+from ..dialects.step.bits import BYTE, GROUP
+from ..dialects.step.normalization import BatchNorm
 from ..ir.core import Op, Value
 from ..ir.types import BOOL
 from .opportunity import Change, Place, Transformation, register_transformation
@@ -93,15 +94,29 @@ def why_not(op: Op, x: Value, dim: int) -> str:
     assert x.op is not None
     if x.type.bytes < LEAST:
         return "what it is compared with is too small to be worth a tensor more"
-    if x.type.shape[dim] % BYTE:
-        return f"{x.type.shape[dim]} neighbours in memory are no whole bytes"
+    if x.type.shape[dim] % GROUP:
+        return f"{x.type.shape[dim]} neighbours in memory are no whole groups of {GROUP}"
     if is_view(x.op) or not getattr(x.op.definition, "pointwise", False):
         return "what makes the tensor is no kernel that could write bits as well"
     if any(u.name not in ANCHORS for u in readers_of(x) if is_late(u) and u is not op):
         return "backward reads the tensor for something else as well"
+    if is_normalised(x):
+        return "it is computed from what the norm before it is asked for in backward anyway"
     if not all(map(is_tall, products_of(op))):
         return "a wide product takes along whole numbers alone"
     return ""
+
+
+def is_normalised(x: Value) -> bool:
+    """Whether a tensor is an activation of what BatchNorm gives, and of nothing else of its size."""
+    while True:
+        op = base(x).op
+        if op is None or op.definition is BatchNorm:
+            return op is not None
+        large = [v for v in op.operands if v.type.size == x.type.size]
+        if not getattr(op.definition, "pointwise", False) or len(large) != 1:
+            return False
+        (x,) = large
 
 
 def products_of(mask: Op) -> list[Op]:

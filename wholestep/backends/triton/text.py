@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ...dialects.loop import Apply, Constant, Load, Random, Reduce, Store
+from ...dialects.step.bits import GROUP
 from ...ir.core import Op, Value
 from ...ir.types import I32, I64
 from .scalars import (
@@ -386,9 +387,7 @@ class Text:
         guards = self.guards(access)
         mask = self.mask(self.tiled(axes), guards)
         if access.bits:
-            at = self.once(self.offset(access))
-            byte = f"tl.load({self.pointer(access)} + ({at} >> 3){f', mask={mask}, other=0' if mask else ''})"
-            self.bind(op.results[0], Number(f"(({byte}.to(tl.int32) >> ({at} & 7).to(tl.int32)) & 1) != 0", "tl.int1"))
+            self.bind(op.results[0], Number(self.loaded_bits(access, self.tiled(axes), guards), "tl.int1"))
             return
         text = f"tl.load({self.pointer(access)} + ({self.offset(access)})"
         text += f", mask={mask}, other=0)" if mask else ")"
@@ -418,27 +417,59 @@ class Text:
         tail = f", mask={mask})" if mask else ")"
         self.line(f"tl.store({self.pointer(access)} + ({self.offset(access)}), {value.text}{tail}")
 
+    def loaded_bits(self, access: Access, axes: Sequence[Axis], guards: Sequence[str]) -> str:
+        """Truth values: a byte for eight points that lie in it where 32 neighbours of a tile do (`step/bits.py`), and
+        otherwise one for each."""
+        own = None if guards else self.aligned(access.offset, axes, GROUP)
+        if own is None:
+            at, mask = self.once(self.offset(access)), self.mask(axes, guards)
+            byte = f"({at} >> 5) * 4 + (({at} >> 1) & 3)"
+            text = f"tl.load({self.pointer(access)} + ({byte}){f', mask={mask}, other=0' if mask else ''})"
+            place = f"((({at} >> 2) & 6) + ({at} & 1)).to(tl.int32)"
+            return f"(({text}.to(tl.int32) >> {place}) & 1) != 0"
+        at, mask = self.byte_places(access, own, axes, [])
+        text = f"tl.load({self.pointer(access)} + ({at}){f', mask={mask}, other=0' if mask else ''})"
+        sizes, place = [a.block if a in axes else 1 for a in self.tile], own.position or 0
+        sizes[place : place + 1] = [own.block // GROUP, 1, 4, 1]
+        n = self.once(f"tl.reshape({text}.to(tl.int32), {tuple(sizes)})")
+        sizes[place + 1], sizes[place + 3] = 4, 2
+        n = self.once(f"(tl.broadcast_to({n}, {tuple(sizes)}) >> {self.bit_places(place, len(sizes))}) & 1")
+        return f"tl.reshape({n}, {self.shape(axes)}) != 0"
+
     def store_bits(self, access: Access, value: Number, axes: Sequence[Axis], more: Sequence[str]) -> None:
-        """Eight neighbours of a tile as one byte. more: what its mask says beside the ends of axes."""
-        own = self.aligned(access.offset, axes, 8)
+        """32 neighbours of a tile as four bytes. more: what its mask says beside the ends of axes."""
+        own = self.aligned(access.offset, axes, GROUP)
         if own is None or access.guards:
             raise NoText("bits of one byte are no neighbours in the tile")
-        n, first = self.fresh("b"), f"{own.name}e"  # every eighth point has a byte
-        self.line(
-            f"{first} = ({self.starts[own.name]} + tl.arange(0, {own.block // 8}) * 8){self.expand(own)}{self.widened}"
-        )
-        self.indices(own, first, "e")
-        at = self.form_text(access.offset)
+        at, mask = self.byte_places(access, own, axes, more)
+        sizes, place = [a.block for a in self.tile], own.position or 0
+        kept = [n if a is not own else n // 8 for a, n in zip(self.tile, sizes, strict=True)]
+        sizes[place : place + 1] = [own.block // GROUP, 4, 4, 2]
+        ones = f"tl.broadcast_to({value.to('tl.int1')}, {self.shape(axes)}).to(tl.int32)"
+        n = self.once(f"tl.reshape({ones}, {tuple(sizes)}) << {self.bit_places(place, len(sizes))}")
+        self.line(f"{n} = tl.sum(tl.sum({n}, {place + 3}), {place + 1})")
+        self.line(f"{n} = tl.reshape({n}, {tuple(kept)}).to(tl.uint8)")
+        self.line(f"tl.store({self.pointer(access)} + ({at}), {n}{f', mask={mask}' if mask else ''})")
+
+    def byte_places(self, access: Access, own: Axis, axes: Sequence[Axis], more: Sequence[str]) -> tuple[str, str]:
+        """Where the bytes of a tile lie, one for every eighth point of an axis, and their mask."""
+        first, eighth = f"{own.name}e", replace(own.dims[-1], size=own.dims[-1].size // 8)
+        start = f"({self.starts[own.name]}) // 8"
+        self.line(f"{first} = ({start} + tl.arange(0, {own.block // 8})){self.expand(own)}{self.widened}")
+        self.indices(replace(own, dims=(*own.dims[:-1], eighth)), first, "e")
+        last = own.dims[-1].parts[-1]
+        terms = tuple(c if d == last else c // 8 for d, c in enumerate(access.offset.terms))
+        at = self.form_text(replace(access.offset, terms=terms, constant=access.offset.constant // 8))
         for dim in own.dims:
             at = re.sub(rf"\b{self.index(dim)}\b", f"{self.index(dim)}e", at)
-        sizes, place = [a.block for a in self.tile], own.position or 0
-        sizes[place : place + 1] = [own.block // 8, 8]
-        ones = f"tl.broadcast_to({value.to('tl.int1')}, {self.shape(axes)}).to(tl.int32)"
-        self.line(f"{n} = {ones} << (tl.arange(0, {own.block}) % 8){self.expand(own)}")
-        self.line(f"{n} = tl.sum(tl.reshape({n}, ({', '.join(map(str, sizes))})), {place + 1}).to(tl.uint8)")
-        ends = [f"({first} < {own.size})"] if own.name in self.masks else []
-        mask = self.mask([a for a in axes if a is not own], [*ends, *more])
-        self.line(f"tl.store({self.pointer(access)} + (({at}) >> 3), {n}{f', mask={mask}' if mask else ''})")
+        ends = [f"({first} < {own.size // 8})"] if own.name in self.masks else []
+        return at, self.mask([a for a in axes if a is not own], [*ends, *more])
+
+    def bit_places(self, place: int, rank: int) -> str:
+        """The bit of each point: by its eight, which is at place + 1, and by its place in a pair, at place + 3."""
+        eights, pairs = (["None"] * rank for _ in range(2))
+        eights[place + 1] = pairs[place + 3] = ":"
+        return f"(tl.arange(0, 4)[{', '.join(eights)}] * 2 + tl.arange(0, 2)[{', '.join(pairs)}])"
 
     def aligned(self, form: Form, axes: Sequence[Axis], count: int) -> Axis | None:
         """The axis along which so many neighbours in the tile are neighbours by a form, from a multiple of that on."""

@@ -9,6 +9,7 @@ import torch
 
 from ...ir.core import Op, Value
 from ..step.base import torch_dtype
+from ..step.bits import packed, unpacked
 from ..step.philox import digits, draw
 from .ops import Apply, Constant, Index, Load, Random, Reduce, Space, Store
 from .schedule import space_of
@@ -67,7 +68,7 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
         elif kind is Load:
             tensor = tensors[op.operands[0]]
             if op.attributes.get("bits") is not None:
-                tensor = ones(tensor, op.attributes["bits"])
+                tensor = unpacked(tensor, op.attributes["bits"])
             at = places(op, tensor, op.operands[1:])
             inside = torch.ones(sizes, dtype=torch.bool)
             for i, n in zip(at, tensor.shape, strict=True):
@@ -111,11 +112,9 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             at = places(op, tensor, op.operands[2:])
             if op.attributes.get("bits") is not None:
                 dim = op.attributes["bits"]
-                bits = ones(tensor, dim)
+                bits = unpacked(tensor, dim)
                 bits[tuple(at)] = stored.bool()
-                tensor.copy_(
-                    sum(b.to(tensor.dtype) << n for n, b in enumerate(bits.unflatten(dim, (-1, 8)).unbind(dim + 1)))
-                )
+                tensor.copy_(packed(bits, dim))
             elif at:
                 tensor[tuple(at)] = stored
             else:
@@ -125,11 +124,6 @@ def run(function: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
             assert kind is Space or kind.terminator
             continue
         numbers[op.results[0]] = value.expand(sizes)
-
-
-def ones(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The bits of bytes, along one dimension."""
-    return torch.stack([(tensor >> place) & 1 for place in range(8)], dim + 1).flatten(dim, dim + 1).bool()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

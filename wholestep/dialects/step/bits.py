@@ -1,7 +1,11 @@
-"""Truth values as bits: eight of them in a byte, along one dimension.
+"""Truth values as bits: 32 of them in four bytes, along one dimension.
 
 A mask that backward reads takes a sixteenth of the 16-bit tensor that it was computed from. Kernels of our own set and
-ask single bits where they make and need them (`loop.store` and `loop.load` with `bits`).
+ask single bits where they make and need them (`loop.store` and `loop.load` with `bits`). The order of bits is that in
+which tensor cores give a product's columns to threads, so that a thread has all bits of a byte and no other has any:
+the first two of every eight columns are those of the first byte, the next two those of the second.
+
+    column 8 j + 2 t + p of 32 is bit 2 j + p of byte t
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from ...ir.dialect import Attr, Operand, Result
 from ...ir.types import BOOL, ScalarType, TensorType
 from .base import LABELS, Roles, StepOp, step
 
-BYTE = 8
+BYTE, GROUP = 8, 32
 UI8 = ScalarType("ui8")
 
 
@@ -21,7 +25,7 @@ class Bits(StepOp):
     """Common rules: nothing is computed."""
 
     differentiable = False
-    dim = Attr("int", "the dimension along which eight truth values are a byte, the first its lowest bit")
+    dim = Attr("int", "the dimension along which 32 truth values are four bytes")
 
     @staticmethod
     def flops(op: Op) -> int:
@@ -33,9 +37,22 @@ class Bits(StepOp):
         return Roles((labels,), (labels,), whole=labels[op.dim])
 
 
-def places(dim: int, rank: int, device: torch.device) -> torch.Tensor:
-    """The numbers 0 to 7 along a dimension that was put behind another one."""
-    return torch.arange(BYTE, dtype=torch.uint8, device=device).reshape([-1, *[1] * (rank - dim - 1)])
+def packed(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The bytes of truth values."""
+    apart = x.movedim(dim, -1).unflatten(-1, (-1, 4, 4, 2)).to(torch.uint8)
+    bits = (apart << places(x.device)).sum((-3, -1), dtype=torch.uint8)
+    return bits.flatten(-2).movedim(-1, dim)
+
+
+def unpacked(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The truth values of bytes."""
+    apart = x.movedim(dim, -1).unflatten(-1, (-1, 1, 4, 1)) >> places(x.device)
+    return (apart & 1).to(torch.bool).flatten(-4).movedim(-1, dim)
+
+
+def places(device: torch.device) -> torch.Tensor:
+    """The bit of a byte by the eight that a column is of, its pair and its place in that."""
+    return torch.arange(BYTE, dtype=torch.uint8, device=device).reshape(4, 1, 2)
 
 
 @step.op
@@ -53,17 +70,12 @@ class PackBits(Bits):
     def check(op):
         if op.x.type.element is not BOOL or not 0 <= op.dim < op.x.type.rank:
             return "it packs truth values along one of their dimensions"
-        return "the dimension must be a multiple of eight" if op.x.type.shape[op.dim] % BYTE else None
+        return f"the dimension must be a multiple of {GROUP}" if op.x.type.shape[op.dim] % GROUP else None
 
     @staticmethod
     def evaluate(op):
-        dim, rank = op.dim, op.x.type.rank
-
-        def run(x):
-            apart = x.unflatten(dim, (-1, BYTE)).to(torch.uint8)
-            return (apart << places(dim, rank, x.device)).sum(dim + 1, dtype=torch.uint8)
-
-        return run
+        dim = op.dim
+        return lambda x: packed(x, dim)
 
     @staticmethod
     def element(k, op, index):
@@ -84,17 +96,13 @@ class UnpackBits(Bits):
     @staticmethod
     def check(op):
         fits = op.x.type.element is UI8 and 0 <= op.dim < op.x.type.rank
-        return None if fits else "it unpacks bytes along one of their dimensions"
+        whole = fits and not op.x.type.shape[op.dim] * BYTE % GROUP
+        return None if whole else "it unpacks bytes, by fours, along one of their dimensions"
 
     @staticmethod
     def evaluate(op):
-        dim, rank = op.dim, op.x.type.rank
-
-        def run(x):
-            apart = x.unsqueeze(dim + 1) >> places(dim, rank, x.device)
-            return (apart & 1).to(torch.bool).flatten(dim, dim + 1)
-
-        return run
+        dim = op.dim
+        return lambda x: unpacked(x, dim)
 
     @staticmethod
     def element(k, op, index):
