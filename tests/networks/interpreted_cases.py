@@ -54,6 +54,7 @@ def test_gradients_through_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with large images: backward does not read what a product before a BatchNorm has made, and its statistics are
     known before it is made."""
     monkeypatch.setattr(through_norm, "LEAST", 0)
+    monkeypatch.setattr(through_norm, "SMALL", 0)
     monkeypatch.setattr(early_norm, "LEAST", 0)
     recipe = check_two_steps("resnet50", "bf16")
     for name in ("through_norm", "early_norm"):

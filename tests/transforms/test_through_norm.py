@@ -64,6 +64,7 @@ def case_of(precision: str = "bf16", affine: bool = True) -> Case:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(through_norm, "LEAST", 0)
+    monkeypatch.setattr(through_norm, "SMALL", 0)
 
 
 def changes(case: Case) -> dict[Any, torch.Tensor]:

@@ -20,14 +20,9 @@ from .pointwise_convolution import lie_channels_last
 from .recompute import is_late
 from .regenerate import EARLY
 from .regions import ANCHORS, base, is_source, is_view, readers_of
-from .tall_products import is_tall
 
 #: bytes of a tensor from which on it is worth one more
 LEAST = 1 << 23
-#: so many values are looked at for the products that a gradient comes from
-LOOKED = 50
-#: who reads what is in memory
-WRITTEN = ANCHORS | {"step.concat"}
 
 
 @register_transformation
@@ -102,8 +97,6 @@ def why_not(op: Op, x: Value, dim: int) -> str:
         return "backward reads the tensor for something else as well"
     if is_normalised(x):
         return "it is computed from what the norm before it is asked for in backward anyway"
-    if not all(map(is_tall, products_of(op))):
-        return "a wide product takes along whole numbers alone"
     return ""
 
 
@@ -117,21 +110,3 @@ def is_normalised(x: Value) -> bool:
         if not getattr(op.definition, "pointwise", False) or len(large) != 1:
             return False
         (x,) = large
-
-
-def products_of(mask: Op) -> list[Op]:
-    """The products that make what a mask is put on, by way of cheap ops and of nothing that is in memory."""
-    found: list[Op] = []
-    pending = [v for user in mask.results[0].uses for v in user.operands if v is not mask.results[0]]
-    known: set[Value] = set()
-    while pending and len(known) < LOOKED:
-        value = base(pending.pop())
-        op = value.op
-        if op is None or value in known or op.phase in EARLY:
-            continue
-        known.add(value)
-        if op.name == "step.contract":
-            found.append(op)
-        elif getattr(op.definition, "pointwise", False) and not any(u.name in WRITTEN for u in readers_of(value)):
-            pending += op.operands
-    return found

@@ -1,9 +1,9 @@
 """`early_norm`: BatchNorm's statistics of a product before the product is computed, from what it reads.
 
-A product y = x W' has the mean W mean(x) and the variance diag(W cov(x) W'). Where W makes few channels into many, x and
-its covariance are small, and a kernel that reads x once more tells both before a single y is there. The product's own
-kernel then ends with what follows the norm, such as a residual sum and its activation, which is written anyway: y is
-neither written nor read. With `through_norm` backward does not ask for it either, and has the covariance from here.
+A product y = x W' has the mean W mean(x) and the variance diag(W cov(x) W'). Where W makes few channels into many, x
+and its covariance are small, and a kernel that reads x once more tells both before a single y is there. The product's
+own kernel then ends with what follows the norm, such as a residual sum and its activation, which is written anyway: y
+is neither written nor read. With `through_norm` backward does not ask for it either, and has the covariance from here.
 Statistics are of products in f32, not of rounded ones.
 """
 
@@ -15,7 +15,6 @@ from ..dialects.step import StepBuilder
 from ..dialects.step.contraction import Contract
 from ..dialects.step.normalization import BatchNorm, BatchNormGrad
 from ..ir.core import Op, Value
-from ..ir.types import F32
 from . import through_norm
 from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import base
@@ -62,7 +61,7 @@ def norm_site(op: Op) -> Site | None:
 
 def why_not(op: Op, site: Site) -> str:
     (grad,) = (u for u in op.mean.uses if u.definition is BatchNormGrad)
-    reason = through_norm.why_not(grad, site)
+    reason = through_norm.why_not(grad, site, -change(site).bytes)
     if reason or through_norm.is_made_on_the_way(grad, site):
         return f"backward reads the product: {reason or 'the gradient is computed from it'}"
     if {user for user in readers(site.product.result)} != {op, grad}:

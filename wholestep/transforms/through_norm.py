@@ -25,17 +25,22 @@ from ..dialects.step.convolution import ConvInputGrad
 from ..dialects.step.normalization import BatchNorm, BatchNormGrad
 from ..dialects.step.shape import Concat, Transpose
 from ..ir.core import Op, Value
-from ..ir.types import F32
+from ..ir.types import BF16, F32, ScalarType
 from .inner_sums import read_for
 from .opportunity import Change, Place, Transformation, register_transformation
 from .regions import ANCHORS
+from .tall_products import is_tall
 
 #: how many times as large as x the product must be: x is written beside the gradient, and read there by both products
 WIDER = 2
 #: bytes, moved or kept, that are worth some small kernels more: about 35 us of a large GPU's memory
 LEAST = 1 << 27
-#: bytes that its memory moves while it multiplies once in f32, as it does for the small matrices
-RATE = 0.07
+#: bytes that its memory moves while it multiplies once for the small matrices: in f32, or in bf16 twice
+RATE, RATE_BF16 = 0.07, 0.03
+#: bytes that small kernels move for each element of the weight
+SMALL = 90
+#: multiplications and additions of a small product from which on it is made in bf16
+MUCH = 1 << 28
 #: so many values are looked at for what a gradient is computed from
 LOOKED = 200
 
@@ -132,8 +137,7 @@ class ThroughNorm(Transformation):
         gradient = op.dy
         if dims != sorted(dims):
             gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
-        alone = site.in_rows and not is_part(op.dy)
-        both = b.concat([gradient, site.x], dim=rank - 1) if alone else None
+        both = b.concat([gradient, site.x], dim=rank - 1) if lies_beside(op, site) else None
         spec = f"{out},{rows}->{channel}{inner}"
         if both is None or has_square(site):
             product, square = b.contract(gradient, site.x, spec=spec, wide=True), square_of(b, site)
@@ -190,7 +194,8 @@ def into_input(
     low = reader.other.type.element
     scaled = b.cast_to(b.mul(column(scale), matrix), low)
     scaled = scaled if first else b.transpose(scaled, order=(1, 0))
-    small = b.cast_to(b.neg(b.contract(b.mul(column(slope), weight), matrix, spec="oz,oc->zc")), low)
+    small = small_product(b, b.mul(column(slope), weight), matrix, low, "oz,oc->zc")
+    small = b.cast_to(b.neg(small), low)
     vector = b.sum(b.mul(column(away), matrix), dims=(0,))
     theirs = rows_of(op, site, reader)
     wanted = next(c for c in reader.out if c not in theirs.values())
@@ -210,6 +215,15 @@ def into_input(
         part = b.contract(site.x, small, spec=f"{spec},{spare}{wanted}->{reader.out}")
         made = b.add(made, b.cast_to(b.add(b.cast_to(part, F32), vector), made.type.element))
     reader.op.result.replace_by(made)
+
+
+def lies_beside(op: Op, site: Site) -> bool:
+    """Whether x is put beside the gradient; of two norms of one sum that of the early one, or the one that is smaller."""
+    if not site.in_rows or is_part(op.dy):
+        return False
+    others = [site_of(u) for u in op.dy.uses if u.definition is BatchNormGrad and u is not op]
+    place = (not has_square(site), site.x.type.bytes)
+    return all(o is None or not o.in_rows or place <= (not has_square(o), o.x.type.bytes) for o in others)
 
 
 def is_part(value: Value) -> bool:
@@ -265,7 +279,21 @@ def spread(b: StepBuilder, site: Site, weight: Value, total: Value, square: Valu
     count = float(site.x.type.size // width)
     centre = b.div(total, count)
     around = b.mul(b.reshape(centre, shape=(width, 1)), b.reshape(centre, shape=(1, width)))
-    return centre, b.contract(weight, b.sub(b.div(square, count), around), spec="oz,zc->oc")
+    return centre, small_product(b, b.sub(b.div(square, count), around), weight, site.weight.type.element, "zc,oz->oc")
+
+
+def small_product(b: StepBuilder, one: Value, other: Value, held: ScalarType, spec: str) -> Value:
+    """A product of f32 matrices whose second one has numbers of a shorter type alone: where that is bf16, the first is
+    one of its numbers and what these leave, and tensor cores multiply both, if there is much to do. 16 bits of it
+    count."""
+    made = b.contract(one, other, spec=spec)
+    assert made.op is not None
+    if held is not BF16 or Contract.flops(made.op) < MUCH:
+        return made
+    made.op.erase()
+    short, high = b.cast_to(other, held), b.cast_to(one, held)
+    low = b.cast_to(b.sub(one, b.cast_to(high, F32)), held)
+    return b.add(*(b.contract(part, short, spec=spec, wide=True) for part in (high, low)))
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
@@ -347,14 +375,16 @@ def seen(value: Value) -> tuple[Value, list[int]]:
     return value, dims
 
 
-def why_not(op: Op, site: Site) -> str:
+def why_not(op: Op, site: Site, more: int = 0) -> str:
+    """more: bytes that somebody else saves if it is done."""
     y, x = site.product.result.type, site.x.type
     if y.element.bits != 16:
         return "sums over products of 32 bits are slow"
     if y.bytes < WIDER * x.bytes:
         return "what the product reads is not much smaller than what it makes"
     found = change(op, site)
-    if -found.bytes - found.saved < LEAST + RATE * found.flops:
+    rate = RATE_BF16 if site.weight.type.element is BF16 and found.flops >= 2 * MUCH else RATE
+    if more - found.bytes - found.saved < LEAST + rate * found.flops and not has_square(site):
         return "it is too small to be worth some small kernels more"
     if is_made_of(op.dy, site.product.result) and not is_made_on_the_way(op, site):
         return "the gradient is computed from the product, which is read for it anyway"
@@ -362,13 +392,19 @@ def why_not(op: Op, site: Site) -> str:
 
 
 def change(op: Op, site: Site) -> Change:
-    """Readers of y read x, which is written for them; y is not kept, unless the gradient is computed from it."""
+    """Readers of y read x, which is written for them; y is not kept, unless the gradient is computed from it. Products
+    that do not wait for memory read BatchNorm's gradient from there, so that it is a pass over y."""
     y, x, readers = site.product.result.type.bytes, site.x.type.bytes, 1 + len(site.inputs)
     inner = next(n for n, c in zip(site.x.type.shape, site.rows, strict=True) if c == site.inner)
     flops = 2 * readers * inner * site.weight.type.size
+    small = SMALL * site.weight.type.size
     if is_made_on_the_way(op, site):
-        return Change(bytes=readers * (x - y) + 2 * x, flops=flops)
-    return Change(bytes=(1 + readers) * (x - y), saved=-y, flops=flops)
+        return Change(bytes=readers * (x - y) + 2 * x + small, flops=flops)
+    if not lies_beside(op, site):  # what x gives is a product of its own
+        small += 3 * x
+    if not all(map(is_tall, (reader.op for reader in (*site.inputs, site.own)))):
+        return Change(bytes=(1 + readers) * x - 4 * y + small, saved=-y, flops=flops)
+    return Change(bytes=(1 + readers) * (x - y) + small, saved=-y, flops=flops)
 
 
 def is_made_on_the_way(op: Op, site: Site) -> bool:

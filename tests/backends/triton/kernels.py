@@ -175,12 +175,12 @@ def step_cases() -> dict[str, Case]:
         "max_pool": case([T(2, 5, 7, 6, e=BF16)], pooled, {0: CHANNELS_LAST, 1: CHANNELS_LAST, 2: CHANNELS_LAST}),
         "max_pool_grad": case([T(2, 5, 4, 5), T(2, 5, 4, 5, e=I64), T(2, 5, 7, 6)], unpooled,
             {0: CHANNELS_LAST, 2: CHANNELS_LAST}, integers=6),
-        "bits": case([T(3, 16, 4, 7, e=BF16), T(3, 16, 4, 7, e=BF16)], lambda b, x, y: [
+        "bits": case([T(3, 32, 4, 7, e=BF16), T(3, 32, 4, 7, e=BF16)], lambda b, x, y: [
             b.add(x, y), b.pack_bits(b.gt(b.add(x, y), 0.0), dim=1)], {i: CHANNELS_LAST for i in range(4)},
             [Blocks(64, 1)]),
-        "bits_in_rows": case([T(19, 24), T(24)], lambda b, x, w: b.pack_bits(b.gt(b.mul(x, w), 0.0), dim=1), {},
-            [Blocks(32, 1), Tiles(2, 8, 1)]),
-        "masked_by_bits": case([T(3, 16, 4, 7), T(3, 2, 4, 7, e=UI8)], lambda b, x, m: [
+        "bits_in_rows": case([T(19, 96), T(96)], lambda b, x, w: b.pack_bits(b.gt(b.mul(x, w), 0.0), dim=1), {},
+            [Blocks(32, 1), Blocks(128, 1), Tiles(2, 32, 1), Tiles(2, 64, 1)]),
+        "masked_by_bits": case([T(3, 32, 4, 7), T(3, 4, 4, 7, e=UI8)], lambda b, x, m: [
             b.select(b.unpack_bits(m, dim=1), x, 0.0),
             b.sum(b.select(b.unpack_bits(m, dim=1), x, 0.0), dims=(0, 2, 3))],
             {0: CHANNELS_LAST, 1: CHANNELS_LAST, 2: CHANNELS_LAST}, SPLIT, 256),

@@ -150,24 +150,24 @@ def _(b, x, r, w, scale, shift):
     return [z, y, b.sum(y, dims=(0,)), b.sum(b.mul(y, y), dims=(0,))]
 
 
-@case("residual sum on load and stored, and where it is positive, as bits", (150, 40), (150, 40), (52, 40))
+@case("residual sum on load and stored, and where it is positive, as bits", (150, 64), (150, 64), (52, 64))
 def _(b, x, r, w):
     z = b.relu(b.add(x, r))
     return [z, b.contract(z, w, spec="mk,nk->mn"), b.pack_bits(b.gt(z, 0.0), dim=1)]
 
 
-@case("columns of a stored factor, as bits", (40, 70), (40, 56))
+@case("columns of a stored factor, as bits", (40, 70), (40, 96))
 def _(b, x, y):
     return [b.contract(x, y, spec="km,kn->mn"), b.pack_bits(b.gt(y, 0.0), dim=1)]
 
 
-@case("bits on store decide what stays, column sums", (70, 40), (40, 56), ((70, 7), UI8))
+@case("bits on store decide what stays, column sums", (70, 40), (40, 96), ((70, 12), UI8))
 def _(b, dy, w, bits):
     d = b.select(b.unpack_bits(bits, dim=1), b.contract(dy, w, spec="mk,kn->mn"), 0.0)
     return [d, b.sum(b.cast(d, dtype=F32), dims=(0,))]
 
 
-@case("bits on load decide what is multiplied", (70, 40), (52, 40), ((70, 5), UI8))
+@case("bits on load decide what is multiplied", (70, 64), (52, 64), ((70, 8), UI8))
 def _(b, x, w, bits):
     return b.contract(b.select(b.unpack_bits(bits, dim=1), x, 0.0), w, spec="mk,nk->mn")
 

@@ -30,6 +30,8 @@ struct Args {
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];
     void* end[NEND + 1];
+    const unsigned char* mask[NMASK + 1];
+    unsigned char* packed[NPACKED + 1];
     int m, n, k;
 };
 static inline float as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
@@ -55,7 +57,7 @@ static inline u32 looked_up_16(const void* from, u32 at) { return ((const u16*)f
 WALK = r"""
 extern "C" void run(
     const float* sums, Args* given, u16** in, const long* in_strides, u16** out, const long* out_strides,
-    const float* beside, long summed) {
+    const long* mask_strides, const long* packed_strides, const float* beside, long summed) {
     Args& args = *given;
     const int rows = (args.m + 127) / 128, columns = (args.n + 127) / 128;
     for (int y = 0; y < args.m; ++y) {
@@ -74,7 +76,14 @@ extern "C" void run(
                 unpack(read, 0, e, own);
                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][e];
                 for (int i = 0; i < NROW; ++i) r[i] = high[i][0];
-                around(args, v, own, b, r, y, x + e, x + e & TURN, made[e], sum[e], over);
+                bool k[NMASK + 1], t[NPACKED + 1];
+                const int byte = x / 32 * 4 + x % 8 / 2, bit = x % 32 / 8 * 2 + e;
+                for (int i = 0; i < NMASK; ++i) k[i] = args.mask[i][y * mask_strides[i] + byte] >> bit & 1;
+                around(args, v, own, b, r, k, y, x + e, x + e & TURN, made[e], sum[e], over, t);
+                for (int i = 0; i < NPACKED; ++i) {
+                    unsigned char& to = args.packed[i][y * packed_strides[i] + byte];
+                    to = (bit ? to : 0) | (unsigned char)(t[i] << bit);
+                }
                 for (int i = 0; i < NACROSS; ++i) {
                     float& to = args.across[i][(x / 128) * args.m + y];
                     to = (x + e) % 128 ? to + over[i] : over[i];
@@ -197,13 +206,16 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
     crossed = [torch.full((-(-product.n // COLUMNS), product.m), float("nan")) for _ in range(product.crossed)]
     given = [map(pointer, own) for own in (product.vectors, product.heights, product.tables)]
     given += [(t.data_ptr() for t in own) for own in (partial, crossed)]
-    pointers = [p for own in (*given, map(pointer, product.ends)) for p in (*own, 0)]
+    given += [map(pointer, own) for own in (product.ends, product.masks, product.packed)]
+    pointers = [p for own in given for p in (*own, 0)]
     words = (ctypes.c_uint64 * 64)(*pointers)
     sizes = (ctypes.c_int32 * 2).from_buffer(words, 8 * len(pointers))
     sizes[0], sizes[1] = product.m, product.n
     tables = []
     for own in (product.reads, product.writes):
         tables.append((ctypes.c_uint64 * (len(own) + 1))(*map(pointer, own), 0))
+        tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
+    for own in (product.masks, product.packed):
         tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
     beside = (torch.zeros(0), left.sum(1), right.sum(0))[product.aside].contiguous()
     summed = (ctypes.c_void_p(beside.data_ptr()), ctypes.c_long(beside.numel()))

@@ -22,6 +22,7 @@ from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED, product_of
 from wholestep.dialects.step import StepBuilder
 from wholestep.dialects.step.base import torch_dtype
+from wholestep.dialects.step.bits import UI8, unpacked
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.ir.types import BF16, F16, F32, ScalarType, TensorType
 
@@ -166,8 +167,29 @@ def _(b, x, w, table):
     return b.cast(b.add(b.cast(y, dtype=F32), b.cast(table, dtype=F32)), dtype=x.type.element)
 
 
+@case(
+    "bits decide what stays, others are kept, sums of columns",
+    (M, K),
+    (K, 160),
+    ((M, 20), UI8),
+    (M, 160),
+    ((160,), F32),
+)
+def _(b, dy, w, bits, beside, scale):
+    d = b.add(b.contract(dy, w, spec="mk,kn->mn"), beside)
+    d = b.select(b.unpack_bits(bits, dim=1), d, 0.0)
+    wide = b.mul(b.cast(d, dtype=F32), scale)
+    return [d, b.pack_bits(b.gt(wide, 0.25), dim=1), b.sum(wide, dims=(0,))]
+
+
+@case("bits of whole tiles", (256, 64), (256, 64), ((256, 32), UI8))
+def _(b, x, w, bits):
+    y = b.contract(x, w, spec="mk,nk->mn")
+    return [b.select(b.unpack_bits(bits, dim=1), 0.0, y), b.pack_bits(b.le(y, 0.0), dim=1)]
+
+
 def types_of(inputs: Sequence[Any], element: ScalarType) -> list[TensorType]:
-    pairs = [(i[0], i[1]) if i[1:] == (F32,) else (i, element) for i in inputs]
+    pairs = [(i[0], i[1]) if i[1:] in ((F32,), (UI8,)) else (i, element) for i in inputs]
     return [TensorType(shape, kind) for shape, kind in pairs]
 
 
@@ -190,16 +212,21 @@ def spec_of(type: TensorType) -> Spec:
 
 def tensors_of(region: Region, device: str = "cpu") -> list[torch.Tensor]:
     torch.manual_seed(0)
-    given = [torch.randn(s.shape).to(device, s.dtype) for s in region.operands]
-    return given + [torch.full(s.shape, float("nan"), dtype=s.dtype, device=device) for s in region.results]
+    given = [torch.randint(0, 256, s.shape).to(device, s.dtype) if s.dtype == torch.uint8 else
+             torch.randn(s.shape).to(device, s.dtype) for s in region.operands]  # fmt: skip
+    return given + [torch.full(s.shape, float("nan"), device=device).to(s.dtype) for s in region.results]
 
 
 def assert_right(region: Region, tensors: Sequence[torch.Tensor], element: str) -> None:
     """Against the ops by ATen, in f64 but for casts that the region has."""
     inputs, made = tensors[: len(region.operands)], tensors[len(region.operands) :]
     device = torch.device("cpu")
-    wanted = op_by_op(replace(region, device=device))(*(t.cpu().double() for t in inputs))
+    exact = [t.cpu() if t.dtype == torch.uint8 else t.cpu().double() for t in inputs]
+    wanted = op_by_op(replace(region, device=device))(*exact)
     for got, want in zip(made, wanted, strict=True):
+        if want.dtype == torch.uint8:  # rounding decides a few
+            assert (unpacked(got.cpu(), 1) != unpacked(want, 1)).float().mean() < 0.01
+            continue
         error = ((got.cpu().double() - want.double()).abs().max() / want.double().abs().max()).item()
         assert error <= TOLERANCE[element], error
 
@@ -304,7 +331,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_its_own(monkeypatch: pyte
 
 
 def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps of both factors, of what is read and written with one more each, six tables of pointers, seven numbers."""
+    """Maps of both factors, of what is read and written with one more each, eight tables of pointers, nine numbers."""
     name = "gelu' (tanh), gelu again and sums of columns"
     product = product_of(region_of(types_of(CASES[name][0], BF16), CASES[name][1]))
     monkeypatch.setattr(library, "tensor_map", lambda pointer, *_: pointer.to_bytes(8, "little") + bytes(120))
@@ -314,9 +341,11 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     assert [w for w in words[: 16 * maps] if w] == [1 << (10 + i) for i in (0, 1, 2, 3, 4)]
     assert words[16 * maps : 16 * maps + 8] == [0, 0, 0, 1 << 16, 0, 0, 1 << 15, 0]
-    numbers = data[128 * maps + 64 :]
-    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 28, 4)]
-    assert found == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0] and len(data) % 64 == 0
+    numbers = data[128 * maps + 80 :]
+    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 36, 4)]
+    assert (
+        found == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0, 0, 0] and len(data) % 64 == 0
+    )
 
 
 def test_sums_of_one_column_of_tiles_are_added_up_by_warpgroups() -> None:
@@ -341,6 +370,8 @@ COMPILED = [
     "km,kn->mn",
     "a weight gradient and that of a bias, the second factor's",
     "halves of heads of 64 turned by positions",
+    "bits decide what stays, others are kept, sums of columns",
+    "bits of whole tiles",
 ]
 
 

@@ -254,7 +254,7 @@ def test_a_map_of_windows_is_what_the_driver_asks_for(monkeypatch: pytest.Monkey
 
 
 def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps of windows, weights and results, pointers, seven numbers, then those of the window."""
+    """Maps of windows, weights and results, pointers, nine numbers, then those of the window."""
     product = product_of(convolution_of("3x3, dilation 3 and 1, stride 1 and 2"))
     for name in ("tensor_map", "window_map"):
         monkeypatch.setattr(library, name, lambda pointer, *_: pointer.to_bytes(8, "little") + bytes(120))
@@ -263,10 +263,10 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     data = ways.arguments_of(product, shape, [1 << 10, 1 << 11, 1 << 12])
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     assert [w for w in words[: 16 * 5] if w] == [1 << 10, 1 << 11, 1 << 12]
-    numbers = data[16 * 5 * 8 + 6 * 8 :]
-    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 68, 4)]
-    assert found[:7] == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0]
-    assert found[7:] == [64, 3, 12, 6, 1, 2, 3, 1, 3, 1]
+    numbers = data[16 * 5 * 8 + 8 * 8 :]
+    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 76, 4)]
+    assert found[:9] == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0, 0, 0]
+    assert found[9:] == [64, 3, 12, 6, 1, 2, 3, 1, 3, 1]
     assert len(data) % 64 == 0
 
 

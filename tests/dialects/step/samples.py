@@ -279,8 +279,8 @@ sample("max_pool", x, dilation=(1, 2), in_window=True, **window)
 starts = [torch.arange(n) * 2 - 1 for n in values.shape[2:]]
 taps = (places // 7 - starts[0].view(-1, 1)) * 2 + places % 7 - starts[1]  # the same, counted through windows of 3 x 2
 sample("max_pool_grad", values, taps.to(torch.uint8), dilation=(1, 1), input_shape=(2, 4, 6, 7), **window)
-sample("pack_bits", torch.rand(3, 16, 2) > 0.5, dim=1)
-sample("unpack_bits", torch.randint(0, 256, (3, 2, 5), dtype=torch.uint8), dim=1)
+sample("pack_bits", torch.rand(3, 32, 2) > 0.5, dim=1)
+sample("unpack_bits", torch.randint(0, 256, (3, 4, 5), dtype=torch.uint8), dim=1)
 sample("avg_pool", x, **window)
 sample("avg_pool", x, divisor_override=3, **window)
 sample("avg_pool", x[0, 0], kernel=(2,), stride=(2,), padding=(1,), count_include_pad=False)

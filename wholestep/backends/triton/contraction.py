@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...dialects.loop import Apply, Load, Reduce, Store
+from ...dialects.step.bits import GROUP
 from ...ir.core import Op, Value
 from ...ir.types import F32
 from ..kernels import Spec
@@ -356,8 +357,8 @@ class Contraction:
             wide = [op for op in loads if all(self.reach(op) & own for own in sides)]
             loaded.append(sum(op.operands[0].type.element.bits // 8 for op in wide))
         after = self.makers(op.operands[0] for op in (*self.stores, *self.others))
-        wide = [op for op in after if len(self.kept(op)) > 1]
-        return choices(
+        wide = [op for op in after if len(self.kept(op)) > 1 and not self.holds_bits(op)]
+        found = choices(
             Demand(
                 **(self.size | {"n": self.size["n"] * self.parts}),
                 bytes=self.factors[0].type.bits // 8,
@@ -375,6 +376,16 @@ class Contraction:
                 parts=self.parts,
             )
         )
+        return [tile for tile in found if self.fills_bytes(tile)]
+
+    def holds_bits(self, op: Op) -> bool:
+        """Whether an op reads or writes truth values of which 32 take four bytes."""
+        return op in self.walk.accesses and self.walk.accesses[op].bits
+
+    def fills_bytes(self, tile: Tile) -> bool:
+        """Whether no byte of bits that a tile writes is another's as well."""
+        early, late = (any(map(self.holds_bits, ops)) for ops in (self.early, self.stores))
+        return not (early and tile.k % GROUP) and not (late and tile.n // self.parts // tile.pieces % GROUP)
 
     def adds(self, op: Op) -> bool:
         return op.attributes["kind"] == "sum" and op.attributes["dtype"] is F32

@@ -429,11 +429,11 @@ class Text:
             return f"(({text}.to(tl.int32) >> {place}) & 1) != 0"
         at, mask = self.byte_places(access, own, axes, [])
         text = f"tl.load({self.pointer(access)} + ({at}){f', mask={mask}, other=0' if mask else ''})"
-        sizes, place = [a.block if a in axes else 1 for a in self.tile], own.position or 0
-        sizes[place : place + 1] = [own.block // GROUP, 1, 4, 1]
+        sizes, first = [a.block if a in axes else 1 for a in self.tile], own.position or 0
+        sizes[first : first + 1] = [own.block // GROUP, 1, 4, 1]
         n = self.once(f"tl.reshape({text}.to(tl.int32), {tuple(sizes)})")
-        sizes[place + 1], sizes[place + 3] = 4, 2
-        n = self.once(f"(tl.broadcast_to({n}, {tuple(sizes)}) >> {self.bit_places(place, len(sizes))}) & 1")
+        sizes[first + 1], sizes[first + 3] = 4, 2
+        n = self.once(f"(tl.broadcast_to({n}, {tuple(sizes)}) >> {self.bit_places(first, len(sizes))}) & 1")
         return f"tl.reshape({n}, {self.shape(axes)}) != 0"
 
     def store_bits(self, access: Access, value: Number, axes: Sequence[Axis], more: Sequence[str]) -> None:

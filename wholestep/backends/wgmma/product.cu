@@ -17,7 +17,8 @@
 // What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
 // rows, `ending` for finished sums over rows, `crossing` for those over columns, `aside` for those of a factor.
 // Given by the generator: NIN, NOUT tensors read and written beside the product, NVEC vectors along columns, NROW along
-// rows, NTABLE tensors that are looked up by row and column, NSUM sums over rows, NACROSS sums over columns, ALONG_A,
+// rows, NTABLE tensors that are looked up by row and column, NMASK and NPACKED tensors of bits that are read and written
+// (32 bits for the columns of a tile that a thread has in a row, two of every eight; a byte for 32 columns), NSUM sums over rows, NACROSS sums over columns, ALONG_A,
 // ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, TURN, RAGGED (whether
 // tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), NARROW (whether there is one column of tiles), ASIDE
 // (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
@@ -47,7 +48,10 @@ struct Args {
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
+    const unsigned char* mask[NMASK + 1];
+    unsigned char* packed[NPACKED + 1];
     int m, n, k, group, partials, begin[2];  // partials: rows of part
+    int mask_stride[NMASK + 1], packed_stride[NPACKED + 1];
 #if WINDOW
     Window window;
 #endif
@@ -247,6 +251,22 @@ struct Places {
     }
 };
 
+// the bits that a thread has of a row; of columns beyond the edge none
+__device__ __forceinline__ u32 bits_of(const Args& args, const unsigned char* from, int stride, int y, int x, int lane) {
+    u32 found = 0;
+#pragma unroll
+    for (int g = 0; g < WIDTH / 32; ++g)
+        if (!RAGGED || (y < args.m && x + g * 32 < args.n))
+            found |= (u32)__ldg(from + (u64)y * stride + (x / 32 + g) * 4 + lane % 4) << 8 * g;
+    return found;
+}
+__device__ __forceinline__ void keep_bits(const Args& args, unsigned char* to, int stride, int y, int x, int lane, u32 bits) {
+#pragma unroll
+    for (int g = 0; g < WIDTH / 32; ++g)
+        if (!RAGGED || (y < args.m && x + g * 32 < args.n))
+            to[(u64)y * stride + (x / 32 + g) * 4 + lane % 4] = (unsigned char)(bits >> 8 * g);
+}
+
 // ---- the product ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_constant__ Args args) {
@@ -380,6 +400,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
             float high[NROW + 1][4];
             heights(args, row * BM + warp * 16 + lane / 4, high);
+            u32 masks[NMASK + 1][4], told[NPACKED + 1][4];
+            const int upmost = row * BM + warp * 16 + lane / 4;
+#pragma unroll
+            for (int i = 0; i < 4 * NMASK; ++i)
+                masks[i / 4][i % 4] = bits_of(args, args.mask[i / 4], args.mask_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, column * WIDTH, lane);
+#pragma unroll
+            for (int i = 0; i < 4 * NPACKED; ++i) told[i / 4][i % 4] = 0;
             sync(1 + group, 256);
             for (int k = 0; k < steps; ++k) {
                 wait(full + 8 * stage, phase);
@@ -449,7 +476,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                                 for (int i = 0; i < NVEC; ++i) b[i] = known[i][(q >> 1) * 2 + e];
 #pragma unroll
                                 for (int i = 0; i < NROW; ++i) r[i] = high[i][h * 2 + (q & 1)];
-                                around(args, v, read, b, r, up, at, TURN && eight & TURN / 8, made[e], sum[e], over);
+                                bool known_to_be[NMASK + 1], tells[NPACKED + 1];
+#pragma unroll
+                                for (int i = 0; i < NMASK; ++i) known_to_be[i] = masks[i][h * 2 + (q & 1)] >> (2 * eight + e) & 1;
+                                around(args, v, read, b, r, known_to_be, up, at, TURN && eight & TURN / 8, made[e], sum[e], over, tells);
+#pragma unroll
+                                for (int i = 0; i < NPACKED; ++i) told[i][h * 2 + (q & 1)] |= (u32)tells[i] << (2 * eight + e);
 #pragma unroll
                                 for (int i = 0; i < NACROSS; ++i) across[i][h * 2 + (q & 1)] += RAGGED && at >= args.n ? 0.0f : over[i];
                             }
@@ -510,6 +542,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     }
                 }
             }
+#pragma unroll
+            for (int i = 0; i < 4 * NPACKED; ++i)
+                keep_bits(args, args.packed[i / 4], args.packed_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, column * WIDTH, lane, told[i / 4][i % 4]);
 #pragma unroll
             for (int i = 0; i < NACROSS; ++i)
 #pragma unroll

@@ -1,9 +1,10 @@
 """A region as one matrix product of 16-bit numbers with what follows it, and the text of what follows.
 
 Tensors along rows and columns must lie by rows, 16-bit and aligned, since they are copied as tiles; vectors along one
-of them and single numbers may be of any float type. Sums over all rows or columns leave one partial sum per tile (per
-warpgroup where all tiles lie one below another), which a second kernel adds up in a fixed order. A factor that lies
-along the result may be summed up while it is there.
+of them and single numbers may be of any float type. Truth values may be bits (`step/bits.py`), in the order in which
+tensor cores have columns: a thread reads and writes those of its own. Sums over all rows or columns leave one partial
+sum per tile (per warpgroup where all tiles lie one below another), which a second kernel adds up in a fixed order. A
+factor that lies along the result may be summed up while it is there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...dialects.loop import Apply, Constant, Load
+from ...dialects.step.bits import BYTE, GROUP
 from ...ir.builtin import add_function, finish_function, module
 from ...ir.core import Op, Value
 from ...transforms.loops import NotLoops, lowered
@@ -100,6 +102,7 @@ class Product:
         self.tables: list[Vector] = []
         self.reads: list[Matrix] = []
         self.read_types: list[str] = []
+        self.masks: list[Matrix] = []
         self.lines: list[str] = []
         self.endings: dict[str, list[str]] = {"n": [], "m": []}
         self.numbers: dict[Value, Number] = {}
@@ -215,6 +218,15 @@ class Product:
         stride = self.step(access, "m")
         return self.aligned(Matrix(access.argument, access.offset.constant, stride, self.m, self.n))
 
+    def bits(self, access: Access) -> Matrix:
+        """Truth values along rows and columns, as bytes."""
+        if self.product.parts > 1 or access.guards or access.numbers or self.step(access, "n") != 1:
+            raise NoText("bits do not lie by rows")
+        begin, stride = access.offset.constant, self.step(access, "m")
+        if begin % GROUP or stride % GROUP or self.n % GROUP:
+            raise NoText("bits of a row do not begin with a group of them")
+        return Matrix(access.argument, begin // BYTE, stride // BYTE, self.m, self.n // BYTE)
+
     # ---- what follows ------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
@@ -222,8 +234,10 @@ class Product:
         made = {op.results[0]: Number(f"v[{number}]") for number, op in enumerate(p.dots)}
         sums = {side: [s.op for s in p.sums if s.kept == (side,)] for side in "nm"}
         self.sums, self.crossed = len(sums["n"]), len(sums["m"])
-        stores = self.pairs()
+        bits = [op for op in p.stores if self.walk.accesses[op].bits]
+        stores = self.pairs([op for op in p.stores if op not in bits])
         self.writes = [self.beside(self.walk.accesses[both[0]]) for both in stores]
+        self.packed = [self.bits(self.walk.accesses[op]) for op in bits]
         for part in range(2 if self.turn else 1):  # what only one of two stretches needs is not computed for the other
             given = {"y": [both[part] for both in stores], "s": sums["n"], "a": sums["m"]}
             self.numbers = dict(made)
@@ -231,12 +245,16 @@ class Product:
                 self.lines.append("} else {" if part else "if (!upper) {")
             for op in self.behind([op for ops in given.values() for op in ops], p.dots):
                 self.define(op, self.lines)
+            for op in self.behind(bits, p.dots):
+                self.define(op, self.lines)
             for name, ops in given.items():
                 self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(ops)]
+            self.lines += [f"t[{i}] = {self.numbers[op.operands[0]].condition};" for i, op in enumerate(bits)]
         self.lines += ["}"] if self.turn else []
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
         beside = (self.vectors, self.heights, self.tables)
         most = max(len(self.reads), len(self.writes), self.sums, self.crossed, *map(len, beside))
+        most = max(most, len(self.masks), len(self.packed))
         self.ends: list[Vector] = []
         for side, lines in self.endings.items():
             after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]
@@ -248,9 +266,10 @@ class Product:
         if self.shape() is None:
             raise NoText("what is read and written beside the product leaves no room for its factors")
 
-    def pairs(self) -> list[tuple[Op, ...]]:
+    def pairs(self, stores: Sequence[Op]) -> list[tuple[Op, ...]]:
         """The stores of each result: one, or those of both stretches."""
-        stores = self.product.stores
+        if not stores:
+            raise NoText("it writes nothing of its result but bits")
         if not self.turn:
             return [(op,) for op in stores]
         place = {op: (a.argument, a.offset.constant) for op in stores for a in (self.walk.accesses[op],)}
@@ -324,6 +343,11 @@ class Product:
         access, p = self.walk.accesses[op], self.product
         dims = self.walk.access_dims(access)
         spec = self.specs[access.argument]
+        if access.bits and not ending:
+            mask = self.bits(access)
+            if mask not in self.masks:
+                self.masks.append(mask)
+            return Number(f"k[{self.masks.index(mask)}]", truth=True)
         if access.guards or access.numbers or spec.dtype not in NAMES:
             raise NoText("a tensor beside the product is looked up, or holds no floats")
         if not ending and not self.ragged and dims and (self.turn or not self.along(access)):
@@ -431,6 +455,8 @@ class Product:
             "NVEC": len(self.vectors),
             "NROW": len(self.heights),
             "NTABLE": len(self.tables),
+            "NMASK": len(self.masks),
+            "NPACKED": len(self.packed),
             "NSUM": self.sums,
             "NACROSS": self.crossed,
             "NEND": len(self.ends),
@@ -484,11 +510,12 @@ class Product:
         return "x < args.n" if self.ragged else "true"
 
 
-#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, up and at: row and column, upper: whether it
-#: is the second of two stretches; y: results, s: summands of sums over rows, a: over columns
+#: v: the sums, x: tensors beside, b: vectors along columns, r: along rows, k: truth values beside, up and at: row and
+#: column, upper: whether it is the second of two stretches; y: results, s: summands of sums over rows, a: over columns,
+#: t: truth values that are kept
 AROUND = (
-    "const Args& args, const float* v, const float* x, const float* b, const float* r, int up, int at, bool upper, "
-    "float* y, float* s, float* a"
+    "const Args& args, const float* v, const float* x, const float* b, const float* r, const bool* k, int up, int at, "
+    "bool upper, float* y, float* s, float* a, bool* t"
 )
 FINISHED = "const Args& args, int at, const float* s"
 #: two neighbours of a vector, or one number twice

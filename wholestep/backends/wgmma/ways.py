@@ -179,9 +179,11 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks
     beside = (product.vectors, product.heights, product.tables)
     tables = [[*map(pointer_of, own_kind), 0] for own_kind in beside]
     tables += [[*scratch[:own], *([] if product.aside else [0])], [*scratch[own:], 0]]
-    for table in (*tables, [*map(pointer_of, product.ends), 0]):
+    tables += [[*map(pointer_of, own_kind), 0] for own_kind in (product.ends, product.masks, product.packed)]
+    for table in tables:
         data += b"".join(p.to_bytes(8, "little") for p in table)
     numbers = (product.m, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
+    numbers += (*(m.stride for m in product.masks), 0, *(m.stride for m in product.packed), 0)
     numbers += product.window if isinstance(product, Convolution) else ()
     data += b"".join(n.to_bytes(4, "little") for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
