@@ -218,12 +218,11 @@ def into_input(
 
 
 def lies_beside(op: Op, site: Site) -> bool:
-    """Whether x is put beside the gradient; of two norms of one sum that of the early one, or the one that is smaller."""
+    """Whether x is put beside the gradient; of two norms of one sum that reads more: the other's product is apart."""
     if not site.in_rows or is_part(op.dy):
         return False
     others = [site_of(u) for u in op.dy.uses if u.definition is BatchNormGrad and u is not op]
-    place = (not has_square(site), site.x.type.bytes)
-    return all(o is None or not o.in_rows or place <= (not has_square(o), o.x.type.bytes) for o in others)
+    return not any(o is not None and o.in_rows and o.x.type.bytes > site.x.type.bytes for o in others)
 
 
 def is_part(value: Value) -> bool:

@@ -193,6 +193,14 @@ def _(b, g, y, w):
     return [d, b.sum(b.cast(b.mul(d, y), dtype=F32), dims=(0,))]
 
 
+@case("two tensors side by side on load, each by itself", (150, 64), (150, 32), (96, 48), ((32,), F32), ((48,), F32))
+def _(b, g, y, w, scale, shift):
+    x = b.relu(b.mul(b.cast(y, dtype=F32), scale))
+    made = b.contract(b.concat([g, b.cast(x, dtype=g.type.element)], dim=1), w, spec="ma,ac->mc")
+    d = b.add(b.cast(made, dtype=F32), shift)
+    return [d, b.sum(d, dims=(0,))]
+
+
 @case("outputs that nothing of the product is in, as it lies and as a factor does", (70, 37), (52, 37), (70, 52))
 def _(b, x, w, r):
     return [b.relu(r), b.add(b.contract(x, w, spec="mk,nk->mn"), r), b.neg(x)]
@@ -490,6 +498,7 @@ def test_pieces(child: Ask, name: str) -> None:
         "derivative of the activation and column sums",
         "residual sum on load and stored as well, statistics on store",
         "a gate of each image on load, statistics on store",
+        "two tensors side by side on load, each by itself",
     ],
 )
 def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
@@ -499,6 +508,24 @@ def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
     tiles = [dict(m=m, n=n, k=k, warps=w, stages=2, programs=p) for m, n, k, w, p in sizes]
     for element in ("f32", "bf16"):
         assert_right(child(name, element, tiles=tiles, every=True), least=4)
+
+
+def test_of_tensors_side_by_side_each_round_reads_one() -> None:
+    """Where rounds end with them; otherwise all are read under conditions."""
+    pytest.importorskip("triton")
+    from wholestep.backends.triton.contraction import Contraction, Tile
+
+    name = "two tensors side by side on load, each by itself"
+    function, results = kernel(name, ScalarType("bf16"))
+    types = types_of(CASES[name][0], ScalarType("bf16"))
+    specs = [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in (*types, *results)]
+    product = Contraction(function, specs)
+    assert product.joints == [64]
+    for tile, loops in ((Tile(64, 64, 32, 4, 2), 2), (Tile(64, 64, 64, 4, 2), 2), (Tile(64, 64, 128, 4, 2), 1)):
+        source = product.generate(tile).source.partition("finish")[0]
+        assert source.count("for k in") == loops and ("tl.where(a_v" in source) == (loops == 1), source
+    stay = product.generate(Tile(64, 64, 32, 4, 2, programs=2)).source.partition("finish")[0]
+    assert stay.count("tl.load(p0") == 2 and stay.count("tl.load(p1") == 1 and "g1" not in stay
 
 
 def test_what_lies_along_images_is_loaded_once_for_rows_of_one() -> None:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...dialects.loop import Apply, Load, Reduce, Store
@@ -24,7 +25,7 @@ from .contraction_tiles import Demand, Tile, choices
 from .families import power_of_two, unsupported
 from .scalars import NoText
 from .unrolled import MOST, unrolled
-from .walk import Walk
+from .walk import Guard, Walk
 from .window_rows import Rows, by_rows
 
 if TYPE_CHECKING:
@@ -94,6 +95,42 @@ class Tensors(Walk):
         """Whether 32 bits are too few for an offset."""
         sizes = [spec.bytes // spec.dtype.itemsize for spec in self.specs]
         return max(*sizes, *(8 * sizes[n] for n in self.in_bits), 0) >= 2**31 - 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a dimension that is summed: there some comparisons are decided, and what they choose is known."""
+
+    dim: int
+    first: int
+    end: int
+
+    def border(self, walk: Walk, op: Op) -> int | None:
+        """Where a number is chosen by whether the dimension is below something: by what."""
+        if op.definition is not Apply or op.attributes["fn"] != "select" or op.operands[0].op is None:
+            return None
+        asked = op.operands[0].op
+        if asked.definition is not Apply or asked.attributes["fn"] != "lt":
+            return None
+        index, than = (walk.forms.get(v) for v in asked.operands)
+        if index is None or than is None or than.dims or index.dims != {self.dim} or index.terms[self.dim] != 1:
+            return None
+        return than.constant - index.constant
+
+    def taken(self, walk: Walk, op: Op) -> Sequence[Value]:
+        """What an op is computed from here."""
+        border = self.border(walk, op)
+        if border is None or self.first < border < self.end:
+            return op.operands
+        return op.operands[1:2] if self.end <= border else op.operands[2:3]
+
+    def holds(self, guard: Guard) -> bool:
+        """Whether an index stays within its tensor here."""
+        form = guard.form
+        if guard.number is not None or form.dims != {self.dim} or form.terms[self.dim] < 0:
+            return False
+        low, high = (form.constant + form.terms[self.dim] * at for at in (self.first, self.end - 1))
+        return low >= 0 and high < guard.size
 
 
 class Contraction:
@@ -315,16 +352,39 @@ class Contraction:
         stored = self.makers(op.operands[0] for op in self.early)
         return factor.op is not None and factor.op.definition is Load and factor.op not in stored
 
-    def makers(self, values: Iterable[Value]) -> list[Op]:
-        """The ops that some numbers are made of, up to the product."""
+    def makers(self, values: Iterable[Value], span: Span | None = None) -> list[Op]:
+        """The ops that some numbers are made of, up to the product, or in a stretch of what it sums."""
         found: set[Op | None] = {*self.dots}
         todo = [v.op for v in values]
         while todo:
             op = todo.pop()
             if op is not None and op not in found:
                 found.add(op)
-                todo += [v.op for v in op.operands]
+                todo += [v.op for v in (op.operands if span is None else span.taken(self.walk, op))]
         return [op for op in self.walk.ops if op in found and op not in self.dots]
+
+    @cached_property
+    def joints(self) -> list[int]:
+        """Where what is summed goes over from one of several tensors side by side to the next."""
+        dims = self.dims["k"]
+        if len(dims) != 1 or len(dims[0].parts) != 1 or self.early or self.rows is not None or self.parts > 1:
+            return []
+        whole = Span(dims[0].parts[0], 0, dims[0].size)
+        found = {whole.border(self.walk, op) for op in self.makers(self.factors)}
+        return sorted(b for b in found if b is not None and 0 < b < dims[0].size)
+
+    @property
+    def stretches(self) -> list[Span]:
+        """What is summed, cut at the joints."""
+        if not self.joints:
+            return []
+        (dim,) = self.dims["k"]
+        return [Span(dim.parts[0], *pair) for pair in itertools.pairwise([0, *self.joints, dim.size])]
+
+    def spans(self, tile: Tile) -> Sequence[Span | None]:
+        """The stretches that a tile walks one after the other; None: all at once."""
+        whole = tile.split > 1 or any(joint % tile.k for joint in self.joints)
+        return [None] if whole or not self.joints else self.stretches
 
     @property
     def stays(self) -> bool:
@@ -353,9 +413,12 @@ class Contraction:
         loaded = []
         for name, factor in zip("mn", self.factors, strict=True):
             sides = self.groups[name], self.groups["k"]
-            loads = [op for op in self.makers([factor]) if op.definition is Load]
-            wide = [op for op in loads if all(self.reach(op) & own for own in sides)]
-            loaded.append(sum(op.operands[0].type.element.bits // 8 for op in wide))
+            each = []
+            for span in (*self.stretches,) or (None,):
+                loads = [op for op in self.makers([factor], span) if op.definition is Load]
+                wide = [op for op in loads if all(self.reach(op) & own for own in sides)]
+                each.append(sum(op.operands[0].type.element.bits // 8 for op in wide))
+            loaded.append(max(each))
         after = self.makers(op.operands[0] for op in (*self.stores, *self.others))
         wide = [op for op in after if len(self.kept(op)) > 1 and not self.holds_bits(op)]
         found = choices(
@@ -374,6 +437,7 @@ class Contraction:
                 meets=self.meets,
                 stored=(bool(self.stored_with(0)), bool(self.stored_with(1))),
                 parts=self.parts,
+                joints=tuple(self.joints),
             )
         )
         return [tile for tile in found if self.fills_bytes(tile)]

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...ir.core import Op, Value
 from ..kernels import Spec
-from .contraction import FACTORS, Contraction, Sum
+from .contraction import FACTORS, Contraction, Span, Sum
 from .contraction_tiles import Tile
 from .families import TORCH, Function, Generated, power_of_two
 from .generate import interpreting
@@ -55,6 +55,8 @@ class Side(Text):
     only: dict[int, str] = field(default_factory=dict)
     #: where each run of the tile's columns begins, in elements behind the first
     apart: Sequence[int] = (0,)
+    #: the stretch of what is summed that it is for, where that is made of one of several tensors side by side
+    span: Span | None = None
 
     def fresh(self, prefix: str = "v") -> str:
         return f"{self.mark}_{super().fresh(prefix)}"
@@ -80,8 +82,13 @@ class Side(Text):
         begins = " + ".join(f"({run} == {i}) * {begin}" for i, begin in enumerate(self.apart) if begin)
         return f"{super().offset(access)} + {begins}"
 
+    def taken(self, op: Op) -> Sequence[Value]:
+        return op.operands if self.span is None else self.span.taken(self.walk, op)
+
     def guards(self, access: Access) -> list[str]:
         own = self.only.get(access.argument)
+        if self.span is not None:
+            access = replace(access, guards=tuple(g for g in access.guards if not self.span.holds(g)))
         return [*super().guards(access), *([] if own is None else [own])]
 
 
@@ -151,44 +158,50 @@ class Writer:
         summed = product.dims["k"]
         lines: list[str] = []
         row, column = product.factors
-        sides = [
-            Side(walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark="a"),
-            Side(walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark="b", apart=product.apart),
-        ]
         result = Side(walk, (self.z, self.m, self.n), "dot", lines, mark="c")
         self.places(result)
-        targets = [
-            self.computed(0, sides[0], "column", self.n.blocks),
-            self.computed(1, sides[1], "row", self.m.blocks),
-        ]
-        for side, ops, place in zip(sides, targets, ("row", "column"), strict=True):
-            side.ready(side.needed(ops))
-            side.start(self.z, "batch")
-            side.ready(side.needed(ops))
-            side.start(side.axes[1], f"{place} * {side.axes[1].run}")
-            side.ready(side.needed(ops))
         blocks = -(-size // tile.k)
         each = -(-blocks // tile.split) * tile.k
-        result.line(f"total = tl.zeros(({tile.m}, {tile.n}), tl.float32)")
-        for number, made in enumerate(self.asides):
-            shape = (tile.m, 1) if made.sum.kept == ("m",) else (1, tile.n)
-            result.line(f"aside{number} = tl.zeros({shape}, tl.float32)")
-        end = self.unknown(each if tile.split > 1 else size)
-        result.line(f"for k in tl.range(0, {end}, {tile.k}, num_stages={tile.stages}):")
-        texts = []
-        for side, factor, ops in zip(sides, (row, column), targets, strict=True):
-            side.depth += 1
-            own_axis = side.axes[2]
-            side.start(own_axis, "k" if tile.split == 1 else f"part * {each} + k")
-            if blocks % tile.split and own_axis.name not in side.masks:  # the last part is shorter
-                side.masks[own_axis.name] = f"in_{own_axis.name}"
-                side.line(f"in_{own_axis.name} = {own_axis.name} < {size}")
-            side.ready(side.needed(ops))
-            texts.append(self.factor(side, factor))
-        sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{self.precision})")
-        for number, made in enumerate(self.asides):
-            own = "mn".index(made.sum.kept[0])
-            sides[0].line(f"aside{number} += tl.sum(({texts[own]}).to(tl.float32), {1 - own}, keep_dims=True)")
+        for number, span in enumerate(product.spans(tile)):
+            mark = number or ""
+            sides = [
+                Side(walk, (self.z, self.m, axis("ak", summed, tile.k, 1)), "dot", lines, mark=f"a{mark}", span=span),
+                Side(walk, (self.z, self.n, axis("bk", summed, tile.k, 0)), "dot", lines, mark=f"b{mark}", span=span,
+                     apart=product.apart),
+            ]  # fmt: skip
+            targets = [
+                self.computed(0, sides[0], "column", self.n.blocks),
+                self.computed(1, sides[1], "row", self.m.blocks),
+            ]
+            for side, ops, place in zip(sides, targets, ("row", "column"), strict=True):
+                side.ready(side.needed(ops))
+                side.start(self.z, "batch")
+                side.ready(side.needed(ops))
+                side.start(side.axes[1], f"{place} * {side.axes[1].run}")
+                side.ready(side.needed(ops))
+            if not number:
+                result.line(f"total = tl.zeros(({tile.m}, {tile.n}), tl.float32)")
+                for aside, made in enumerate(self.asides):
+                    shape = (tile.m, 1) if made.sum.kept == ("m",) else (1, tile.n)
+                    result.line(f"aside{aside} = tl.zeros({shape}, tl.float32)")
+            first, end = "0", self.unknown(each if tile.split > 1 else size)
+            if span is not None:
+                first, end = str(span.first), str(span.end)
+            result.line(f"for k in tl.range({first}, {end}, {tile.k}, num_stages={tile.stages}):")
+            texts = []
+            for side, factor, ops in zip(sides, (row, column), targets, strict=True):
+                side.depth += 1
+                own_axis = side.axes[2]
+                side.start(own_axis, "k" if tile.split == 1 else f"part * {each} + k")
+                if blocks % tile.split and own_axis.name not in side.masks:  # the last part is shorter
+                    side.masks[own_axis.name] = f"in_{own_axis.name}"
+                    side.line(f"in_{own_axis.name} = {own_axis.name} < {size}")
+                side.ready(side.needed(ops))
+                texts.append(self.factor(side, factor))
+            sides[0].line(f"total = tl.dot({texts[0]}, {texts[1]}, total{self.precision})")
+            for aside, made in enumerate(self.asides):
+                own = "mn".index(made.sum.kept[0])
+                sides[0].line(f"aside{aside} += tl.sum(({texts[own]}).to(tl.float32), {1 - own}, keep_dims=True)")
         self.keep_asides(result, sides)
         grid = self.z.size * self.m.blocks * self.n.blocks
         self.texts.append((result, grid * tile.split, tile.warps))
@@ -278,10 +291,12 @@ class Writer:
         """The sides of one round over the summed dimension."""
         number = first // self.tile.k or ""
         walk, summed = self.product.walk, self.product.dims["k"]
+        spans = self.product.spans(self.tile)
+        span = next((s for s in spans if s is not None and s.first <= first < s.end), None)
         a, b = (axis(f"{side}k{number}", summed, self.tile.k, place) for side, place in (("a", 1), ("b", 0)))
         return (
-            Side(walk, (self.z, self.m, a), "dot", lines, mark=f"a{number}"),
-            Side(walk, (self.z, self.n, b), "dot", lines, mark=f"b{number}"),
+            Side(walk, (self.z, self.m, a), "dot", lines, mark=f"a{number}", span=span),
+            Side(walk, (self.z, self.n, b), "dot", lines, mark=f"b{number}", span=span),
         )
 
     def rows_added(self, value: str) -> str:

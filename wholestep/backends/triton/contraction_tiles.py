@@ -48,6 +48,8 @@ OTHERS, EACH = 80, 1.5
 USUAL, IN_ROUNDS = 128, 160
 #: elements of the summed dimension that such programs take at a time, where whole ones are filled up with too many
 ROUNDS = (64, 32)
+#: so many of these at most
+MOST_ROUNDS = 10
 #: sums of a thread that leave it few registers for others
 MANY_SUMS = 32
 #: the longest sum that a program takes in one step, and the fewest rows for which programs stay
@@ -112,6 +114,8 @@ class Demand:
     stored: tuple[bool, bool] = (False, False)
     #: places at which the result is read at once, each of which has its part of a tile's columns
     parts: int = 1
+    #: where what is summed goes over from one tensor to the next, of several that are read side by side
+    joints: tuple[int, ...] = ()
 
 
 def choices(demand: Demand) -> list[Tile]:
@@ -159,7 +163,12 @@ def sums_per_thread(tile: Tile) -> int:
 def staying(demand: Demand) -> list[Tile]:
     """Tiles for programs that stay for many of them: for products that wait for memory and sum over little."""
     k = max(16, power_of_two(demand.k))
-    if not demand.stays or k > LONGEST or demand.m < MANY or not waits_for_memory(demand):
+    if not demand.stays or demand.m < MANY or not waits_for_memory(demand):
+        return []
+    if demand.joints:  # each round reads one of them
+        part = next((part for part in ROUNDS if not any(end % part for end in (*demand.joints, demand.k))), 0)
+        return staying_by(demand, part) if part and demand.k <= MOST_ROUNDS * part else []
+    if k > LONGEST:
         return []
     found = staying_by(demand, k)
     if not demand.plain[0]:  # what is computed beyond the end is for nothing: in rounds it is less
@@ -245,7 +254,7 @@ def staying_bytes(tile: Tile, demand: Demand) -> int:
     Tensor cores read a factor that is as it lies where it was loaded: one more is then under way.
     """
     ahead, k = tile.stages - 1, rounded_up(demand.k, tile.k)
-    rows = tile.m * k * demand.loaded[0] * (tile.stages if demand.plain[0] else ahead)
+    rows = tile.m * k * demand.loaded[0] * (tile.stages if demand.plain[0] or demand.joints else ahead)
     anew = max(tile.m * tile.n * demand.written, 0 if demand.plain[0] else tile.m * tile.k * demand.bytes)
     return tile.n * k * demand.bytes + rows + tile.m * tile.n * demand.beside * ahead + anew
 

@@ -238,8 +238,12 @@ class Text:
             wanted.add(op)
             if op.results and op.results[0] in self.walk.forms:
                 continue
-            todo += [v.op for v in op.operands if v.op is not None]
+            todo += [v.op for v in self.taken(op) if v.op is not None]
         return [op for op in self.walk.ops if op in wanted]
+
+    def taken(self, op: Op) -> Sequence[Value]:
+        """What an op is computed from: all its operands, or the one that it chooses, where that is known."""
+        return op.operands
 
     def ready(self, ops: Iterable[Op]) -> None:
         """Writes those ops that lie along open axes only and whose operands are known."""
@@ -251,7 +255,7 @@ class Text:
             if not all(a in self.open for a in self.op_axes(op)):
                 continue
             formed = bool(op.results) and op.results[0] in self.walk.forms
-            if formed or all(v in self.names or v in self.walk.number for v in op.operands):
+            if formed or all(v in self.names or v in self.walk.number for v in self.taken(op)):
                 self.write(op)
 
     def bind(self, value: Value, number: Number) -> None:
@@ -281,7 +285,10 @@ class Text:
             self.apply(op)
 
     def apply(self, op: Op) -> None:
-        args = [self.names[v] for v in op.operands]
+        args = [self.names[v] for v in self.taken(op)]
+        if len(args) < len(op.operands):
+            self.names[op.results[0]] = args[0]
+            return
         fn, element = op.attributes["fn"], op.attributes["dtype"]
         if fn in ("floor_div", "rem") and element is I64 and all(a.type == "tl.int32" for a in args):
             element = I32  # indices stay narrow
