@@ -22,6 +22,7 @@ from . import depthwise
 from .choose import Chosen
 from .kernels import KERNEL, Kernel, Ref, Spec, Step
 from .providers import Region
+from .wgmma import windows
 
 #: times that a table is smaller than a region's largest operand
 SMALL = 16
@@ -37,7 +38,7 @@ def region_of(
     """A region on operands that lie in a certain way. Convolutions lie as libraries want them, not as loops would.
 
     wanted: strides of results that somebody asks for; a loop can write in any, loops around a depthwise convolution
-    pixels with something between them.
+    and products of windows pixels with something between them.
     """
     block = body.regions[0].block
     convolves = any(issubclass(op.definition, ConvolutionLike) for op in block)
@@ -51,7 +52,7 @@ def region_of(
         layouts = [as_heads_lie(anchor, t) or own for t, own in zip(types, layouts, strict=True)]
     if convolves:
         asked_for = zip(block.last.operands, wanted, strict=False)
-        wanted = [strides if depthwise.writes_so(body, value, strides) else None for value, strides in asked_for]
+        wanted = [s if depthwise.writes_so(body, v, s) or windows.writes_so(body, v, s) else None for v, s in asked_for]
     if kernel is not None or convolves or anchor is not None:
         layouts = [asked or own for own, asked in zip_longest(layouts, wanted[: len(layouts)])]
     results = tuple(Spec(t.shape, s, torch_dtype(t.element)) for t, s in zip(types, layouts, strict=True))

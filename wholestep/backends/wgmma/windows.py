@@ -9,6 +9,7 @@ that visits every pixel is a convolution too (`transforms/backward_forms.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...dialects.step import StepBuilder
@@ -18,6 +19,7 @@ from ...ir.builtin import add_function, finish_function, module
 from ...ir.core import Op, Value
 from ...ir.types import TensorType
 from ...transforms.loops import NotLoops, lowered
+from ...transforms.tall_products import has_wide_windows
 from ..cudnn.convolution import channels_last
 from ..kernels import Spec
 from ..triton.scalars import NoText
@@ -142,6 +144,17 @@ def why_not(op: Op, image: Spec, weights: Spec) -> str:
     if not within or reach > TAPS or max(op.stride) > STEPS:
         return "its windows reach further than a map of them can say"
     return ""
+
+
+def writes_so(body: Op, value: Value, strides: Sequence[int] | None) -> bool:
+    """Whether what follows a convolution over all channels may be written as pixels with something between them."""
+    block = body.regions[0].block
+    shape, wide = value.type.shape, [op for op in block if has_wide_windows(op)]
+    if strides is None or len(wide) != 1 or shape != wide[0].y.type.shape or value is wide[0].y:
+        return False
+    apart = strides[3] * value.type.element.bytes
+    places = (shape[2] * shape[3] * strides[3], 1, shape[3] * strides[3], strides[3])
+    return apart % ALIGNMENT == 0 and same_places(shape, tuple(strides), places)
 
 
 def as_product(region: Region, op: Op) -> Op:
