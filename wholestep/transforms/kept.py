@@ -11,7 +11,8 @@ What counts is bytes: those that are kept, and those that computing again moves 
   (`rewrites`), and so has one that a product reads (`products`), unless that waits for memory and can compute it while
   it reads (`tall_products.py`). On a GPU, where memory is fast and there is no budget, such a value, an activation or
   what a norm gives, is kept instead (`WITHOUT_BUDGET`), and so is one that is made of arguments of the step, such as
-  images in 16 bits, which would be read once more (`anew`).
+  images in 16 bits, which would be read once more (`anew`). What a convolution alone would have written again is then
+  kept for it (`reuses`, which is `reuse.py`), and still computed again by those who read what it is made of.
 - An op that *joins* tensors of different origin reads more than it makes, so running it again costs `joins` times the
   bytes of all joined operands but the largest. A value is computed again through at most `joined` of those: every
   other sum of a residual stream is kept, and the next one is added up from it and from what a product wrote. Kernels
@@ -36,7 +37,7 @@ from ..ir.attributes import freeze
 from ..ir.builtin import functions
 from ..ir.collector import collector_paused
 from ..ir.core import Block, Op, Value
-from . import backward_forms
+from . import backward_forms, reuse  # noqa: F401  (it registers)
 from .flow import UNBOUNDED, Network
 from .opportunity import Opportunity, matches, near, register_transformation, site_names, sites
 from .opportunity import take as take_all
@@ -86,10 +87,11 @@ class Limits:
     products: float = 0.5
     anew: float = 0.0
     least: int = 4096  # values of fewer bytes are kept for nothing
+    reuses: bool = False
 
 
 #: where bytes that move count more than those that are kept
-WITHOUT_BUDGET = Limits(products=1.25, anew=1.0)
+WITHOUT_BUDGET = Limits(products=1.25, anew=1.0, reuses=True)
 
 
 def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
@@ -98,7 +100,8 @@ def cut(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) ->
     forbid: keys or patterns of opportunities that are not taken: `recompute`, `renormalize` and the forms of backward
     ops that are taken first (`backward_forms.py`).
     """
-    return [*take_all(module, backward_forms.FORMS, forbid), *take(module, choose(module, forbid, limits))]
+    done = [*take_all(module, backward_forms.FORMS, forbid), *take(module, choose(module, forbid, limits))]
+    return [*done, *(take_all(module, ["reuse"], forbid) if limits is not None and limits.reuses else ())]
 
 
 def choose(module: Op, forbid: Sequence[str] = (), limits: Limits | None = None) -> list[str]:
