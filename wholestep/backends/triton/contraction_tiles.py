@@ -12,6 +12,9 @@ SHARED = 227 * 1024
 REGISTERS = 65536
 #: what one element costs to load or store, in multiplications that its multiprocessor could have done meanwhile
 TRAFFIC = 64
+#: the same for one element of a factor that is computed, and how many times as long a program takes that computes its
+#: factors with no other beside it: as the tiles of 35 products on an H200 are told apart best (bench/results/LOG.md)
+COMPUTED, ALONE = 32, 1.1
 #: the same for the launch of one more kernel
 LAUNCH = 8_000_000
 #: rows, columns, summed, warps, stages
@@ -165,9 +168,10 @@ def staying(demand: Demand) -> list[Tile]:
     k = max(16, power_of_two(demand.k))
     if not demand.stays or demand.m < MANY or not waits_for_memory(demand):
         return []
-    if demand.joints:  # each round reads one of them
+    if demand.joints:  # each round reads one of them; with wide results factors are better fetched again
         part = next((part for part in ROUNDS if not any(end % part for end in (*demand.joints, demand.k))), 0)
-        return staying_by(demand, part) if part and demand.k <= MOST_ROUNDS * part else []
+        found = staying_by(demand, part) if part and demand.n <= NARROW[0] and demand.k <= MOST_ROUNDS * part else []
+        return sorted(found, key=lambda t: (t.warps, t.m))
     if k > LONGEST:
         return []
     found = staying_by(demand, k)
@@ -310,13 +314,15 @@ def cost(tile: Tile, demand: Demand) -> float:
     at_once = max(at_once, 1)
     area = tile.m * tile.n
     reuse = area / (tile.m + tile.n)
-    work = area * -(-demand.k // (tile.k * tile.split)) * tile.k * (1 + 25 / reuse)
+    summed = -(-demand.k // (tile.k * tile.split)) * tile.k
+    work = area * summed * (1 + 25 / reuse)
+    work += COMPUTED * summed * sum(n for n, plain in zip((tile.m, tile.n), demand.plain, strict=True) if not plain)
     around = area * TRAFFIC * (demand.around if tile.split == 1 else 2)
     rounds = -(-programs // (PROCESSORS * at_once)) * at_once
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
-    if at_once == 1 and not all(demand.plain):  # and one multiplies while the other computes its factors
-        total *= 1.5 if tile.split == 1 else 1.2
+    if at_once == 1 and tile.split == 1 and not all(demand.plain):  # and one multiplies while the other computes
+        total *= ALONE
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2
