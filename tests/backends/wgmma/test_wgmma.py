@@ -433,7 +433,7 @@ def launch_all(region: Region, element: str) -> None:
         scratch = [torch.full(s.shape, float("nan"), dtype=s.dtype, device="cuda") for s in way.product.scratch]
         for _ in range(2):
             for tensor in (*tensors[len(region.operands) :], *scratch):
-                tensor.fill_(float("nan"))
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
             launch(*tensors, *scratch)
             assert_right(region, tensors, element)
 

@@ -21,7 +21,7 @@ from ...dialects.step.bits import GROUP
 from ...ir.core import Op, Value
 from ...ir.types import F32
 from ..kernels import Spec
-from .contraction_tiles import Demand, Tile, choices
+from .contraction_tiles import ROUNDS, Demand, Tile, choices
 from .families import power_of_two, unsupported
 from .scalars import NoText
 from .unrolled import MOST, unrolled
@@ -365,13 +365,15 @@ class Contraction:
 
     @cached_property
     def joints(self) -> list[int]:
-        """Where what is summed goes over from one of several tensors side by side to the next."""
+        """Where what is summed goes over from one of several tensors side by side to the next; none where rounds do not
+        end there."""
         dims = self.dims["k"]
         if len(dims) != 1 or len(dims[0].parts) != 1 or self.early or self.rows is not None or self.parts > 1:
             return []
         whole = Span(dims[0].parts[0], 0, dims[0].size)
         found = {whole.border(self.walk, op) for op in self.makers(self.factors)}
-        return sorted(b for b in found if b is not None and 0 < b < dims[0].size)
+        joints = sorted(b for b in found if b is not None and 0 < b < dims[0].size)
+        return [] if any(end % ROUNDS[-1] for end in (*joints, dims[0].size)) else joints
 
     @property
     def stretches(self) -> list[Span]:

@@ -13,8 +13,9 @@ REGISTERS = 65536
 #: what one element costs to load or store, in multiplications that its multiprocessor could have done meanwhile
 TRAFFIC = 64
 #: the same for one element of a factor that is computed, and how many times as long a program takes that computes its
-#: factors with no other beside it: as the tiles of 35 products on an H200 are told apart best (bench/results/LOG.md)
-COMPUTED, ALONE = 32, 1.1
+#: factors with no other beside it, where it takes the whole sum and where several share it: where rows and columns are
+#: many, as the tiles of 35 products on an H200 are told apart best (bench/results/LOG.md)
+COMPUTED, ALONE, ALONE_NARROW, LARGE = 32, (1.1, 1.0), (1.5, 1.2), 128
 #: the same for the launch of one more kernel
 LAUNCH = 8_000_000
 #: rows, columns, summed, warps, stages
@@ -169,8 +170,8 @@ def staying(demand: Demand) -> list[Tile]:
     if not demand.stays or demand.m < MANY or not waits_for_memory(demand):
         return []
     if demand.joints:  # each round reads one of them; with wide results factors are better fetched again
-        part = next((part for part in ROUNDS if not any(end % part for end in (*demand.joints, demand.k))), 0)
-        found = staying_by(demand, part) if part and demand.n <= NARROW[0] and demand.k <= MOST_ROUNDS * part else []
+        part = next(part for part in ROUNDS if not any(end % part for end in (*demand.joints, demand.k)))
+        found = staying_by(demand, part) if demand.n <= NARROW[0] and demand.k <= MOST_ROUNDS * part else []
         return sorted(found, key=lambda t: (t.warps, t.m))
     if k > LONGEST:
         return []
@@ -316,13 +317,15 @@ def cost(tile: Tile, demand: Demand) -> float:
     reuse = area / (tile.m + tile.n)
     summed = -(-demand.k // (tile.k * tile.split)) * tile.k
     work = area * summed * (1 + 25 / reuse)
-    work += COMPUTED * summed * sum(n for n, plain in zip((tile.m, tile.n), demand.plain, strict=True) if not plain)
+    computed = sum(n for n, plain in zip((tile.m, tile.n), demand.plain, strict=True) if not plain)
+    large = min(demand.m, demand.n) >= LARGE
+    work += COMPUTED * summed * computed if large else 0
     around = area * TRAFFIC * (demand.around if tile.split == 1 else 2)
     rounds = -(-programs // (PROCESSORS * at_once)) * at_once
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
-    if at_once == 1 and tile.split == 1 and not all(demand.plain):  # and one multiplies while the other computes
-        total *= ALONE
+    if at_once == 1 and computed:  # and one multiplies while the other computes its factors
+        total *= (ALONE if large else ALONE_NARROW)[tile.split > 1]
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2
