@@ -21,6 +21,7 @@ from wholestep.runtime.executor import Executable
 from wholestep.transforms import early_norm, through_norm
 from wholestep.transforms.loops import lowered
 from wholestep.transforms.opportunity import opportunities, take, transform
+from wholestep.transforms.regions import readers_of
 from wholestep.transforms.through_norm import small_product
 
 
@@ -73,7 +74,7 @@ def test_nobody_but_what_follows_the_norm_reads_the_product() -> None:
     widened = [op for op in products(case.program.function) if op.phase == "forward" and op.result.type.shape[-1] == 32]
     made = [op for op in widened if op.loc.layer.endswith("2.widen")]  # the first block adds a product without a norm
     assert len(made) == 1
-    assert [user.name for user in early_norm.readers(made[0].result)] == ["step.cast"]
+    assert [user.name for user in readers_of(made[0].result)] == ["step.cast"]
 
 
 def test_backward_has_the_covariance_from_forward() -> None:

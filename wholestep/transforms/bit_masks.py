@@ -19,7 +19,7 @@ from .opportunity import Change, Place, Transformation, register_transformation
 from .pointwise_convolution import lie_channels_last
 from .recompute import is_late
 from .regenerate import EARLY
-from .regions import ANCHORS, base, is_source, is_view, readers_of
+from .regions import ANCHORS, is_source, is_view, lineage, readers_of
 
 #: bytes of a tensor from which on it is worth one more
 LEAST = 1 << 23
@@ -102,11 +102,4 @@ def why_not(op: Op, x: Value, dim: int) -> str:
 
 def is_normalised(x: Value) -> bool:
     """Whether a tensor is an activation of what BatchNorm gives, and of nothing else of its size."""
-    while True:
-        op = base(x).op
-        if op is None or op.definition is BatchNorm:
-            return op is not None
-        large = [v for v in op.operands if v.type.size == x.type.size]
-        if not getattr(op.definition, "pointwise", False) or len(large) != 1:
-            return False
-        (x,) = large
+    return any(made.op is not None and made.op.definition is BatchNorm for made in lineage(x))

@@ -17,7 +17,7 @@ from ..dialects.step.normalization import BatchNorm, BatchNormGrad
 from ..ir.core import Op, Value
 from . import through_norm
 from .opportunity import Change, Place, Transformation, register_transformation
-from .regions import base
+from .regions import lineage, readers_of
 from .through_norm import Site, site_of
 
 #: bytes that are worth one product of x and some small kernels more
@@ -64,14 +64,14 @@ def why_not(op: Op, site: Site) -> str:
     reason = through_norm.why_not(grad, site, -change(site).bytes)
     if reason or through_norm.is_made_on_the_way(grad, site):
         return f"backward reads the product: {reason or 'the gradient is computed from it'}"
-    if {user for user in readers(site.product.result)} != {op, grad}:
+    if set(readers_of(site.product.result)) != {op, grad}:
         return "others read the product"
     end, beside = chain(op.y)
     if not beside:
         return "nothing is added to what the norm gives: to write it costs as much as to write the product"
-    if all(u.definition is Contract for u in readers(end)):
+    if all(u.definition is Contract for u in readers_of(end)):
         return "products alone read what comes of it, and may compute it on load"
-    rival = next((r for v in beside if (r := rivals(v, op.y.type.size)) is not None), None)
+    rival = next((r for v in beside if (r := rival_of(v)) is not None), None)
     if rival is not None and (rival.definition is Contract or wins(rival, op, site)):
         return "what it is added to is a product too, which ends with the sum"
     if -change(site).bytes < LEAST:
@@ -96,14 +96,6 @@ def change(site: Site) -> Change:
     return Change(bytes=x.bytes - 2 * y.bytes, flops=2 * inner * x.size)
 
 
-def readers(value: Value) -> list[Op]:
-    """Who reads a value, through views or not."""
-    found: list[Op] = []
-    for user in dict.fromkeys(value.uses):
-        found += readers(user.results[0]) if getattr(user.definition, "views", False) else [user]
-    return found
-
-
 def chain(value: Value) -> tuple[Value, list[Value]]:
     """What cheap ops make of a value as long as each has one reader, and what they read beside it of its size."""
     size, beside = value.type.size, list[Value]()
@@ -119,15 +111,11 @@ def chain(value: Value) -> tuple[Value, list[Value]]:
         value = user.results[0]
 
 
-def rivals(value: Value, size: int) -> Op | None:
+def rival_of(value: Value) -> Op | None:
     """The norm, or the product of one that is early already, that makes a value without anybody else reading it."""
-    while True:
-        op = base(value).op
-        if op is None or len(readers(base(value))) != 1:
+    for made in lineage(value):
+        if made.op is None or len(readers_of(made)) != 1:
             return None
-        if op.definition in (BatchNorm, Contract):
-            return op
-        large = [v for v in op.operands if v.type.size == size]
-        if not getattr(op.definition, "pointwise", False) or len(large) != 1:
-            return None
-        value = large[0]
+        if made.op.definition in (BatchNorm, Contract):
+            return made.op
+    return None

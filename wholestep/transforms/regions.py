@@ -6,7 +6,7 @@ Views cost nothing and are no work of their own: a piece takes along the views a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..dialects.loop import NoSchedule, Schedule, Store, schedule, varying
@@ -44,6 +44,21 @@ def readers_of(value: Value) -> list[Op]:
     for user in dict.fromkeys(value.uses):
         found += readers_of(user.results[0]) if is_view(user) else [user]
     return found
+
+
+def lineage(value: Value) -> Iterator[Value]:
+    """What a value was before pointwise ops, as long as each reads one tensor of its size; views are looked through."""
+    size = value.type.size
+    while True:
+        value = base(value)
+        yield value
+        op = value.op
+        if op is None or not getattr(op.definition, "pointwise", False):
+            return
+        large = [v for v in op.operands if v.type.size == size]
+        if len(large) != 1:
+            return
+        (value,) = large
 
 
 def is_source(op: Op) -> bool:

@@ -17,12 +17,13 @@ import torch
 from tests.backends.wgmma import host
 from tests.backends.wgmma.test_wgmma import HERE, TOLERANCE, Build, case_in, region_of, types_of
 from wholestep.backends.cudnn.convolution import channels_last
+from wholestep.backends.generated import region_of as region_of_body
 from wholestep.backends.kernels import Spec
 from wholestep.backends.providers import Region, op_by_op, providers_for
 from wholestep.backends.triton.scalars import NoText
 from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED
-from wholestep.backends.wgmma.windows import Convolution, product_of
+from wholestep.backends.wgmma.windows import Convolution, product_of, writes_so
 from wholestep.dialects.strides import row_major
 from wholestep.ir.types import BF16, F32, ScalarType
 
@@ -155,6 +156,27 @@ def test_it_is_the_convolution_that_autograd_knows(stride: int, tmp_path: Path) 
         back = torch.nn.functional.conv2d(image, turned, padding=1)
         (wanted,) = torch.autograd.grad(back, image, x.double())
         assert (y.double() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
+def test_what_follows_is_written_between_other_pixels(tmp_path: Path) -> None:
+    """As a part of a concatenation; what the convolution itself makes, or rows that touch, are not asked for so."""
+    region = convolution_of("bias and relu")
+    body, gap = region.body, 96
+    assert body.regions[0].block.last is not None
+    (value,) = body.regions[0].block.last.operands
+    strides = (H * W * gap, 1, W * gap, gap)
+    made = region_of_body(body, None, region.operands, region.device, [strides])
+    assert made.results[0].strides == strides
+    whole = torch.full((N, H, W, gap), float("nan"), dtype=torch.bfloat16)
+    tensors = [*tensors_of(region)[:-1], whole[..., :72].permute(0, 3, 1, 2)]
+    host.run(product_of(made), tensors, tmp_path)
+    assert_right(made, tensors, "bf16")
+    assert bool(whole[..., 72:].isnan().all())
+    for wrong in ((H * W * gap, 1, W * gap + 8, gap), (H * W * 90, 1, W * 90, 90), row_major(value.type.shape)):
+        assert not writes_so(body, value, wrong)
+    alone = convolution_of("3x3").body
+    assert alone.regions[0].block.last is not None
+    assert not writes_so(alone, alone.regions[0].block.last.operands[0], strides)
 
 
 def test_in_f16_and_in_a_part_of_an_image(tmp_path: Path) -> None:

@@ -243,18 +243,16 @@ class Product:
             self.numbers = dict(made)
             if self.turn:
                 self.lines.append("} else {" if part else "if (!upper) {")
-            for op in self.behind([op for ops in given.values() for op in ops], p.dots):
-                self.define(op, self.lines)
-            for op in self.behind(bits, p.dots):
+            for op in self.behind([*(op for ops in given.values() for op in ops), *bits], p.dots):
                 self.define(op, self.lines)
             for name, ops in given.items():
                 self.lines += [f"{name}[{i}] = {self.numbers[op.operands[0]].number};" for i, op in enumerate(ops)]
             self.lines += [f"t[{i}] = {self.numbers[op.operands[0]].condition};" for i, op in enumerate(bits)]
         self.lines += ["}"] if self.turn else []
         self.write_types = [NAMES[self.specs[m.argument].dtype] for m in self.writes]
-        beside = (self.vectors, self.heights, self.tables)
-        most = max(len(self.reads), len(self.writes), self.sums, self.crossed, *map(len, beside))
-        most = max(most, len(self.masks), len(self.packed))
+        vectors = (self.vectors, self.heights, self.tables)
+        matrices = (self.reads, self.writes, self.masks, self.packed)
+        most = max(self.sums, self.crossed, *map(len, vectors), *map(len, matrices))
         self.ends: list[Vector] = []
         for side, lines in self.endings.items():
             after = [op for op in p.after if p.behind[op.operands[0]] & set(sums[side])]

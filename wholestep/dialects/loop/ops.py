@@ -133,7 +133,8 @@ class Load(OpDef):
     """One element of a tensor. `indices` are added to the mapped index of the dimensions that `dynamic` names.
 
     Guarded, an element outside of the tensor is 0, or NaN if it is `checked`; otherwise there is none outside. With
-    `bits` it is a truth value, one of eight in a byte: the index of that dimension counts bits.
+    `bits` it is a truth value, one of eight in a byte: the index of that dimension counts them, in the order of
+    `step/bits.py`.
     """
 
     tensor = Operand(AnyTensor)
@@ -220,7 +221,7 @@ class Reduce(OpDef):
 @loop.op
 class Store(OpDef):
     """Writes an element of an output, which nothing else in the kernel reads or writes; with `bits` one of eight truth
-    values in a byte."""
+    values in a byte, as `load` reads them."""
 
     pure = False
     value = Operand(AnyType)
