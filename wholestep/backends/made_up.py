@@ -75,7 +75,7 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
         elif op.name == "step.cross_entropy_grad" and op.logsumexp in arguments and region.device.type == "cpu":
             total = computed(region, op.x, found).float().logsumexp(class_dim(op.x.type))  # as ATen, which reads none
             found[arguments.index(op.logsumexp)].copy_(total)
-        elif op.name == "step.attention_grad" and len(region.ops) > 1:
+        elif op.name == "step.attention_grad":
             give_what_forward_makes(region, op, found)
         elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:
             found[arguments.index(op.indices)].random_(0, op.rows, generator=generator)

@@ -354,8 +354,14 @@ def test_attention_of_f16(child: Ask, name: str) -> None:
     assert_right(child(name, "f16", [(16, 16, 4, 2)]))
 
 
-def test_every_configuration(child: Ask) -> None:
-    assert_right(child("causal, shared heads", "bf16"), least=2)
+@pytest.mark.parametrize("name", [n for n in CASES if "gradients" in n])
+def test_all_gradients_at_once(child: Ask, name: str) -> None:
+    assert_right(child(name, "f32", [(64, 16, 4, 1, True), (64, 32, 4, 2, True)]), least=2)
+
+
+@pytest.mark.parametrize("name", ["causal, shared heads", "gradients"])
+def test_every_configuration(child: Ask, name: str) -> None:
+    assert_right(child(name, "bf16"), least=2)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "positions" in n or n == "booleans, with rows that see nothing"])

@@ -2,7 +2,8 @@
 
 The sides of such a region (`transforms/attention_sides.py`) are written into a function per walk: forward walks keys
 for a block of queries; gradients walk keys for a block of queries, and queries for a block of keys
-(`attention_text.py`).
+(`attention_text.py`). Where one program has all keys of a head, all gradients are one walk over queries: no score is
+computed twice, and the gradient of queries is whole at once, which libraries add up in memory.
 """
 
 from __future__ import annotations
@@ -37,23 +38,33 @@ BACKWARD = [
     (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2),
     (32, 32, 8, 1),
 ]  # fmt: skip
+#: all gradients at once: queries that are walked at a time, warps, walks under way
+AT_ONCE = [(32, 8, 2), (32, 8, 1), (64, 16, 1), (32, 16, 2), (32, 4, 2), (16, 4, 1)]
+#: the most keys of which a program has all
+ALL_KEYS = 256
+#: registers of a multiprocessor
+REGISTERS = 1 << 16
 #: the same where numbers are f32, which no tensor core multiplies exactly
 EXACT = [(64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)]
-#: ways that are tried at most, and numbers of a thread that sums and scores may take
-MOST, HELD = 5, 128
+#: ways that are tried at most, and numbers of a thread that sums and scores may take; at once, of its registers
+MOST, HELD, MOST_HELD = 5, 128, 0.78
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A configuration: rows that a program has, rows that it walks at a time, warps, and walks under way."""
+    """A configuration: rows that a program has, rows that it walks at a time, warps, and walks under way.
+
+    at_once: the rows are all keys of a head, and all gradients are computed in one walk.
+    """
 
     rows: int
     step: int
     warps: int
     stages: int
+    at_once: bool = False
 
     def __str__(self) -> str:
-        return f"attention {self.rows}x{self.step} s{self.stages} w{self.warps}"
+        return f"attention{' at once' * self.at_once} {self.rows}x{self.step} s{self.stages} w{self.warps}"
 
 
 def is_attention(body: Op) -> bool:
@@ -64,7 +75,7 @@ def why_not(body: Op, specs: Sequence[Spec]) -> str:
     """ "" if the body is an attention that this family writes, else a reason for a user."""
     try:
         attention = Attention(body, specs)
-        if attention.sides.is_bare:
+        if attention.sides.is_bare and not attention.tiles()[0].at_once:
             return "nothing is computed around the attention, which a library runs"
         attention.generate(attention.tiles()[0])
     except (NoText, NoSides, NotLoops) as error:
@@ -131,14 +142,25 @@ class Attention:
         return "dout" not in self.sides.before
 
     def tiles(self) -> list[Tile]:
-        """The configurations worth timing, no larger than the matrices."""
+        """The configurations worth timing, no larger than the matrices; of gradients those at once first."""
         table = EXACT if BYTES[str(self.element)] == 4 else FORWARD if self.is_forward else BACKWARD
         most = max(SHORTEST, power_of_two(max(self.anchor.q.type.shape[-2], self.anchor.k.type.shape[-2])))
         tiles = dict.fromkeys(Tile(min(r, most), min(s, most), w, n) for r, s, w, n in table)
         found = [t for t in tiles if self.shared(t) <= SHARED and self.held(t) <= HELD * 32 * t.warps]
+        found = self.at_once() + found
         if not found:
             raise NoText("no tile fits into shared memory and registers")
         return found[:MOST]
+
+    def at_once(self) -> list[Tile]:
+        """Configurations in which a program has all keys of a head."""
+        keys = max(SHORTEST, power_of_two(self.anchor.k.type.shape[-2]))
+        if self.is_forward or keys > ALL_KEYS or BYTES[str(self.element)] == 4:
+            return []
+        few = max(4, keys // 16)  # (a warp has 16 rows at least)
+        tiles = [Tile(keys, min(step, keys), warps, stages, True) for step, warps, stages in AT_ONCE if warps <= few]
+        registers = {t: MOST_HELD * min(255 * 32 * t.warps, REGISTERS) for t in tiles}
+        return [t for t in registers if self.shared(t) <= SHARED and self.held(t) <= registers[t]]
 
     def shared(self, tile: Tile) -> int:
         """Bytes of shared memory: what is under way of what is walked, and tiles that are multiplied."""

@@ -3,9 +3,9 @@
 A program has a block of rows and walks the rows of the other matrix a block at a time; what it reads is computed where
 it is loaded, what it makes goes through the loops behind it while it is a tile. Forward keeps the largest score and the
 sum of powers of each row as it goes, so that no score is ever written. Gradients are two functions: that of queries,
-which also leaves sum(dout * out) of each row for the other, and that of keys and values. Steps of the walk in which
-everything is seen are a loop of their own, without conditions. What a program computes for itself may be a tensor of
-the region as well: whoever has a block of it, or sees all of it, stores it.
+which also leaves sum(dout * out) of each row for the other, and that of keys and values; or one, whose programs have
+all keys. Steps of the walk in which everything is seen are a loop of their own, without conditions. What a program
+computes for itself may be a tensor of the region as well: whoever has a block of it, or sees all of it, stores it.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ class Writer:
     def generated(self) -> Generated:
         if self.attention.is_forward:
             self.forward()
+        elif self.tile.at_once:
+            self.gradients()
         else:
             self.scratch = (Spec((self.batches, self.queries), (self.queries, 1), torch.float32),)
             self.by_queries()
@@ -414,11 +416,7 @@ class Writer:
         for name, wide in made.items():
             kernel.line(f"{name} = tl.zeros(({tile.rows}, {wide}), tl.float32)")
         loops = self.over_queries(kernel)
-        batch = "batch"
-        if self.group > 1:
-            kernel.line(f"for head in range(0, {self.group}):")
-            kernel.depth, batch = kernel.depth + 1, "own"
-            kernel.line(f"own = batch * {self.group} + head")
+        batch = self.own_heads(kernel)
         for bounds, masked in loops:
             self.loop(kernel, "l", bounds)
             tiles = {}
@@ -448,3 +446,57 @@ class Writer:
             self.store(kernel, name, name, tile.rows, wide, "batch", "first")
         key_batches = self.batches // self.group
         self.functions.append((kernel, blocks * key_batches))
+
+    def own_heads(self, kernel: Kernel) -> str:
+        """The batch of queries that a program of keys walks: one, or those of the heads that share them, in a loop."""
+        if self.group == 1:
+            return "batch"
+        kernel.line(f"for head in range(0, {self.group}):")
+        kernel.depth += 1
+        kernel.line(f"own = batch * {self.group} + head")
+        return "own"
+
+    def gradients(self) -> None:
+        """All gradients of a head of keys by one program, which has all of them and walks queries. Scores lie with keys
+        as rows, so that they are multiplied from where they are."""
+        kernel, tile, attention = Kernel("gradients"), self.tile, self.attention
+        self.places(kernel, tile.rows)
+        widths = {"k": attention.width, "v": attention.depth}
+        held = {}
+        for name, wide in widths.items():
+            part, wanted = self.opened(kernel, name, name, tile.rows, wide, "batch", True)
+            held[name] = self.computed(part, name, wanted, "first")
+        made = {f"d{name}": wide for name, wide in widths.items() if f"d{name}" in self.sides.after}
+        for name, wide in made.items():
+            kernel.line(f"{name} = tl.zeros(({tile.rows}, {wide}), tl.float32)")
+        batch = self.own_heads(kernel)
+        self.loop(kernel, "l", f"0, {self.queries}, {tile.step}")
+        tiles = {}
+        wides = {"q": attention.width, "dout": attention.depth, "out": attention.depth, "logsumexp": 0}
+        for name, wide in wides.items():
+            part, wanted = self.opened(kernel, name, name, tile.step, wide, batch, True)
+            tiles[name] = self.computed(part, name, wanted, "l", not self.queries % tile.step)
+        kernel.line(f"delta = tl.sum({tiles['dout']}.to(tl.float32) * {tiles['out']}.to(tl.float32), 1)")
+        kernel.line(f"least = {tiles['logsumexp']} * {self.unit!r}")
+        mask = self.mask(kernel, batch, tile.step, tile.rows, "l", "0")
+        kernel.line(f"keys = tl.arange(0, {tile.rows})[:, None]")
+        kernel.line(f"rows = (l + tl.arange(0, {tile.step}))[None, :]")
+        conditions = ["(rows >= keys)"] if self.anchor.causal else []
+        conditions += [f"(keys < {self.keys})"] if self.keys < tile.rows else []
+        self.scores(kernel, held["k"], tiles["q"], conditions, f"tl.trans({mask})" if mask else "")
+        kernel.line(f"p = {self.power('score - least[None, :]')}")
+        if "dv" in made:
+            kernel.line(f"dv = {self.dot('p', tiles['dout'], 'dv')}")
+        kernel.line(f"dp = {self.dot(held['v'], f'''tl.trans({tiles['dout']})''')}")
+        kernel.line("ds = p * (dp - delta[None, :])")
+        if "dk" in made:
+            kernel.line(f"dk = {self.dot('ds', tiles['q'], 'dk')}")
+        if "dq" in self.sides.after:
+            kernel.line(f"dq = tl.trans({self.dot(f'''tl.trans({held['k']})''', 'ds')}) * {self.anchor.scale!r}")
+            self.store(kernel, "dq", "dq", tile.step, attention.width, batch, "l")
+        kernel.depth = 1
+        if "dk" in made:
+            kernel.line(f"dk = dk * {self.anchor.scale!r}")
+        for name, wide in made.items():
+            self.store(kernel, name, name, tile.rows, wide, "batch", "first")
+        self.functions.append((kernel, self.batches // self.group))
