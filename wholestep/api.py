@@ -58,6 +58,7 @@ from .transforms import (  # noqa: F401  (they register)
     grouped_attention,
     inner_sums,
     join_slices,
+    join_zeros,
     kept,
     layout,
     masks,
@@ -116,6 +117,7 @@ DEFAULTS = (
     Default("sums_through", level=2, fused=True),  # once gradients of one input's readers are side by side
     *map(Default, ("symmetric_product", "direct", "pad", "pointwise_convolution")),
     Default("summed_products", level=2, fused=True),  # who does not fuse would copy what they read
+    Default("join_zeros", level=2, fused=True),  # once it is known what products end with
     Default("early_norm", level=3, fused=True),  # once 1x1 convolutions are products
     Default("through_norm", level=3, fused=True),
     Default("bit_masks", level=3, fused=True),  # who does not fuse would write masks in a pass

@@ -7,12 +7,13 @@ can write so is seen when it is built; what cannot is copied to its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..backends.kernels import COPY, NEW, OUT, VIEW, Kernel, Spec, Step
+from ..dialects.step import constant_value
 from ..dialects.step.attention import AttentionLike
 from ..dialects.step.contraction import Contract
 from ..dialects.step.fused import Fused
@@ -22,9 +23,7 @@ from ..dialects.step.transfer import Fetch, Offload
 from ..dialects.strides import Strides, is_dense, reshaped, row_major, same_places, view_of
 from ..ir.core import Op, Value
 from ..torch_private import schema_of
-from ..transforms.expand import has_expansion
-from ..transforms.loops import is_primitive
-from ..transforms.regions import ANCHORS, base, is_source, is_view, readers_of
+from ..transforms.regions import base, ends_product, is_library, is_source, is_view, readers_of
 
 #: parts and their rows begin at multiples of so many bytes: kernels of a GPU read and write whole words
 WORDS = {"cpu": 1, "cuda": 16}
@@ -58,6 +57,8 @@ class Joins:
 
     strides: dict[Op, Strides] = field(default_factory=dict)
     parts: dict[Value, Part] = field(default_factory=dict)
+    #: concatenations inside of others, and where each lies there
+    inner: dict[Op, Part] = field(default_factory=dict)
     #: why others are not, by op
     refused: dict[Op, str] = field(default_factory=dict)
 
@@ -73,6 +74,8 @@ def find_joins(
     found = Joins()
     block = function.regions[0].block
     for op in reversed([o for o in block if o in laid and o.result.uses]) if laid else ():
+        if op in found.inner:
+            continue
         reason = given_up.get(op) or found_reason(op, laid[op], device, loops, found)
         if reason:
             found.refused[op] = reason
@@ -84,20 +87,28 @@ def found_reason(op: Op, laid: Strides, device: torch.device, loops: bool, found
     reason = why_not(op, laid)
     if reason:
         return reason
-    parts = {}
+    parts: dict[Value, Part] = {}
+    inner: dict[Op, Part] = {}
     copied, refused = [], ""
-    for value, offset in zip(op.operands, offsets_of(op, laid), strict=True):
-        maker = base(value)
-        placed = placed_part(op, value, laid, offset, device, loops)
-        if isinstance(placed, str) or maker in found.parts or maker in parts:
-            refused = placed if isinstance(placed, str) else f"{named(maker.op)} is a part of another one"
-            copied.append(value)
-        else:
-            parts[maker] = placed
+    pending = [(op, Part(op, laid, 0))]
+    while pending:
+        join, place = pending.pop()
+        for value, offset in zip(join.operands, offsets_of(join, place.strides), strict=True):
+            maker = base(value)
+            placed = placed_part(op, value, place.strides, place.offset + offset, device, loops)
+            if isinstance(placed, str) or maker in found.parts or maker in parts or maker.op in inner:
+                refused = placed if isinstance(placed, str) else f"{named(maker.op)} is a part of another one"
+                copied.append(value)
+            elif maker.op is not None and maker.op.definition is Concat:
+                inner[maker.op] = placed
+                pending.append((maker.op, placed))
+            else:
+                parts[maker] = placed
     if len(copied) > COPIES or 2 * sum(v.type.bytes for v in copied) > op.result.type.bytes:
         return f"{len(copied)} of its {len(op.operands)} parts would be copied: {refused}"
     found.strides[op] = laid
     found.parts |= parts
+    found.inner |= inner
     return ""
 
 
@@ -129,7 +140,8 @@ def placed_part(op: Op, value: Value, laid: Strides, offset: int, device: torch.
         return "an argument of the step lies where it is"
     if (
         is_source(maker)
-        or maker.definition in (Offload, Fetch, Concat)
+        or maker.definition in (Offload, Fetch)
+        or (maker.definition is Concat and len(readers_of(whole)) > 1)
         or maker.definition.name == "step.micro_batches"
     ):
         return f"{named(maker)} writes its own memory"
@@ -223,24 +235,23 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
     joins = find_joins(function, laid, {}, device, loops=True)
     found = []
     for op in joins.strides:
-        gains = [v for v in op.operands if base(v) in joins.parts and is_in_memory(base(v), op)]
+        inner = [join for join, place in joins.inner.items() if place.join is op]
+        gains = [v for v, part in joins.parts.items() if part.join is op and is_in_memory(v, (op, *inner))]
         readers, whole = readers_of(op.result), op.result.type.bytes
         again = 0 if all(map(is_library, readers)) else whole
         saved = 2 * sum(v.type.bytes for v in gains) - again
         if any(map(is_library, readers)) and saved > GAIN * whole:
-            found.append(op)
+            found += [op, *inner]
     return found
 
 
-def is_in_memory(value: Value, join: Op) -> bool:
-    """Whether a value is written whether or not it is a part: a library makes it, or others read it as well."""
+def is_in_memory(value: Value, joins: Sequence[Op]) -> bool:
+    """Whether a value is written whether or not it is a part: a library makes it, others read it as well, or a product
+    ends with it, which writes no zeros beside it."""
     assert value.op is not None
-    return is_library(value.op) or any(user is not join for user in readers_of(value))
-
-
-def is_library(op: Op) -> bool:
-    """Whether an op is no part of a generated kernel."""
-    return op.name in ANCHORS or not (is_primitive(op) or has_expansion(op))
+    if is_library(value.op) or any(user not in joins for user in readers_of(value)):
+        return True
+    return any(constant_value(v) is not None for join in joins for v in join.operands) and ends_product(value)
 
 
 # ---- kernels that write so -------------------------------------------------------------------------------------------

@@ -283,22 +283,26 @@ class _Flattener:
 
     def as_join(self, op: Op, number: int) -> bool:
         """A concatenation whose parts are in place. Those that are not are copied there."""
-        flat, whole = self.flat, self.flat.wholes.get(op, -1)
+        flat, place = self.flat, self.joins.inner.get(op)
+        whole = flat.wholes.get(op if place is None else place.join, -1)
         if whole < 0:
             return False
-        makers = []
-        for value, offset in zip(op.operands, offsets_of(op, flat.strides[whole]), strict=True):
-            found, start = self.numbers[value], offset * op.result.type.element.bytes
-            if (flat.root[found], flat.offset[found]) == (whole, start) and same_places(
-                value.type.shape, flat.strides[found], flat.strides[whole]
+        place = place or Part(op, flat.strides[whole], 0)
+        makers: list[int] = []
+        for value, further in zip(op.operands, offsets_of(op, place.strides), strict=True):
+            found, offset = self.numbers[value], place.offset + further
+            if (flat.root[found], flat.offset[found]) == (whole, offset * op.result.type.element.bytes) and same_places(
+                value.type.shape, flat.strides[found], place.strides
             ):
-                makers.append(flat.made_by[found])
+                makers += flat.after.get(found) or (flat.made_by[found],)
             elif value.type.size:
                 copy = flat.launch(number, "copy", (found,))
-                part = self.part(Part(op, flat.strides[whole], offset), value.type, number, copy)
+                part = self.part(Part(place.join, place.strides, offset), value.type, number, copy)
                 flat.writes[copy] = (part,)
                 self.describe(copy, op)
                 makers.append(copy)
+        if place.join is not op:
+            whole = self.part(place, op.result.type, number, makers[-1])
         flat.after[whole] = tuple(dict.fromkeys(makers))
         self.numbers[op.result] = whole
         return True

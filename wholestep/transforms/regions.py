@@ -61,6 +61,27 @@ def lineage(value: Value) -> Iterator[Value]:
         (value,) = large
 
 
+def ends_product(value: Value) -> bool:
+    """Whether a value is a product, or computed element by element from one of its size: it may end with that."""
+    size, pending, seen = value.type.size, [value], set[Value]()
+    while pending:
+        value = base(pending.pop())
+        op = value.op
+        if op is None or value in seen or value.type.size != size:
+            continue
+        seen.add(value)
+        if op.name == "step.contract":
+            return True
+        if getattr(op.definition, "pointwise", False):
+            pending += op.operands
+    return False
+
+
+def is_library(op: Op) -> bool:
+    """Whether an op is no part of a generated kernel."""
+    return op.name in ANCHORS or not (is_primitive(op) or has_expansion(op))
+
+
 def is_source(op: Op) -> bool:
     """An op that makes its value out of nothing."""
     return not op.operands and bool(op.results)
