@@ -18,6 +18,7 @@ from ..dialects.step.attention import AttentionLike
 from ..dialects.step.contraction import Contract
 from ..dialects.step.fused import Fused
 from ..dialects.step.pointwise import Pointwise
+from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Concat
 from ..dialects.step.transfer import Fetch, Offload
 from ..dialects.strides import Strides, is_dense, reshaped, row_major, same_places, view_of
@@ -28,9 +29,11 @@ from ..transforms.regions import base, ends_product, is_library, is_source, is_v
 #: parts and their rows begin at multiples of so many bytes: kernels of a GPU read and write whole words
 WORDS = {"cpu": 1, "cuda": 16}
 #: bytes of a concatenation that is worth a thought
-LEAST = 1024
+LEAST = 256
 #: at most so many parts are copied to their place, and no more bytes than are written there
 COPIES = 2
+#: elements of a sum over rows: one number for each of their columns
+TOTALS = 1 << 14
 #: what is saved where a concatenation is kept out of kernels, as a share of it
 GAIN = 0.1
 #: ops whose every element is rounded once: ATen computes others in words along a row and one by one at its end, and the
@@ -240,9 +243,14 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
         readers, whole = readers_of(op.result), op.result.type.bytes
         again = 0 if all(map(is_library, readers)) else whole
         saved = 2 * sum(v.type.bytes for v in gains) - again
-        if any(map(is_library, readers)) and saved > GAIN * whole:
+        if (any(map(is_library, readers)) and saved > GAIN * whole) or all(map(is_total, op.operands)):
             found += [op, *inner]
     return found
+
+
+def is_total(value: Value) -> bool:
+    """Whether a value is a sum over rows, which is there only at the end of a kernel."""
+    return value.op is not None and value.op.definition is Sum and 0 in value.op.dims and value.type.size <= TOTALS
 
 
 def is_in_memory(value: Value, joins: Sequence[Op]) -> bool:
