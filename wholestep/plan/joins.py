@@ -24,7 +24,7 @@ from ..dialects.step.transfer import Fetch, Offload
 from ..dialects.strides import Strides, is_dense, reshaped, row_major, same_places, view_of
 from ..ir.core import Op, Value
 from ..torch_private import schema_of
-from ..transforms.regions import base, ends_product, is_library, is_source, is_view, readers_of
+from ..transforms.regions import base, follows_product, is_library, is_source, is_view, readers_of
 
 #: parts and their rows begin at multiples of so many bytes: kernels of a GPU read and write whole words
 WORDS = {"cpu": 1, "cuda": 16}
@@ -259,7 +259,7 @@ def is_in_memory(value: Value, joins: Sequence[Op]) -> bool:
     assert value.op is not None
     if is_library(value.op) or any(user not in joins for user in readers_of(value)):
         return True
-    return any(constant_value(v) is not None for join in joins for v in join.operands) and ends_product(value)
+    return follows_product(value) and any(constant_value(base(v)) is not None for join in joins for v in join.operands)
 
 
 # ---- kernels that write so -------------------------------------------------------------------------------------------

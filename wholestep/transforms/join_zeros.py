@@ -17,7 +17,7 @@ from ..dialects.step.reductions import Sum
 from ..dialects.step.shape import Concat, SliceGrad
 from ..ir.core import Op, Value
 from .opportunity import Change, Place, Transformation, register_transformation
-from .regions import ends_product, is_library, readers_of
+from .regions import base, follows_product, is_library, readers_of
 
 
 @register_transformation
@@ -54,7 +54,10 @@ def why_not(op: Op) -> str:
         return "most of it is zeros"
     if not any(map(is_library, readers_of(op.result))):
         return "kernels that read it fill it up on the way"
-    return "" if all(map(ends_product, parts_of(op))) else "the kernel that makes it fills it up on the way"
+    makers = [base(part).op for part in parts_of(op)]
+    if any(maker is None or is_library(maker) for maker in makers):
+        return "who makes it leaves no gaps"
+    return "" if all(map(follows_product, parts_of(op))) else "the kernel that makes it fills it up on the way"
 
 
 def parts_of(op: Op) -> tuple[Value, ...]:

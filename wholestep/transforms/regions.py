@@ -61,8 +61,8 @@ def lineage(value: Value) -> Iterator[Value]:
         (value,) = large
 
 
-def ends_product(value: Value) -> bool:
-    """Whether a value is a product, or computed element by element from one of its size: it may end with that."""
+def follows_product(value: Value) -> bool:
+    """Whether a value is computed element by element from a product of its size, which may end with it."""
     size, pending, seen = value.type.size, [value], set[Value]()
     while pending:
         value = base(pending.pop())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 
 from ..strides import row_major
@@ -27,7 +27,7 @@ def overlapping_writes(flat: Flat, version: Version) -> tuple[int, int] | None:
     boxes = boxes_of(flat, buffers)
     if boxes is None:
         return clash
-    return _box_clash([(box, i) for i, box in enumerate(boxes) if prod(_sizes(box))], 0, len(boxes[0]))
+    return _box_clash([(box, i) for i, box in enumerate(boxes) if prod(_sizes(box))])
 
 
 class SeenWrites:
@@ -66,7 +66,7 @@ def are_apart(flat: Flat, one: int, other: int) -> bool:
     if _clash([(*flat.span(one), 0), (*flat.span(other), 1)]) is None:
         return True
     boxes = boxes_of(flat, [one, other])
-    return boxes is not None and any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in zip(*boxes, strict=True))
+    return boxes is not None and _are_apart(*boxes)
 
 
 def _sizes(box: Box) -> list[int]:
@@ -83,24 +83,32 @@ def _clash(spans: list[tuple[int, int, int]]) -> tuple[int, int] | None:
     return None
 
 
-def _box_clash(boxes: list[tuple[Box, int]], dim: int, rank: int) -> tuple[int, int] | None:
-    """Two boxes that overlap: those that meet along one dimension must be apart along a later one."""
+def _box_clash(boxes: list[tuple[Box, int]]) -> tuple[int, int] | None:
+    """Two boxes that overlap. Where there is a cut between some along a dimension, each side is looked at alone."""
     if len(boxes) < 2:
         return None
-    if dim == rank:
-        return boxes[0][1], boxes[1][1]
-    group: list[tuple[Box, int]] = []
+    for dim in range(len(boxes[0][0])):
+        groups = _groups(boxes, dim)
+        if len(groups) > 1:
+            return next(filter(None, map(_box_clash, groups)), None)
+    return next(((i, j) for (one, i), (other, j) in combinations(boxes, 2) if not _are_apart(one, other)), None)
+
+
+def _groups(boxes: list[tuple[Box, int]], dim: int) -> list[list[tuple[Box, int]]]:
+    """Boxes by the ranges that they cover together along a dimension."""
+    groups: list[list[tuple[Box, int]]] = []
     reached = -1
     for box in sorted(boxes, key=lambda item: (item[0][dim], item[1])):
         start, end = box[0][dim]
         if start >= reached:
-            clash = _box_clash(group, dim + 1, rank)
-            if clash:
-                return clash
-            group = []
-        group.append(box)
+            groups.append([])
+        groups[-1].append(box)
         reached = max(reached, end)
-    return _box_clash(group, dim + 1, rank)
+    return groups
+
+
+def _are_apart(one: Box, other: Box) -> bool:
+    return any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
 
 # ---- buffers as boxes ----
