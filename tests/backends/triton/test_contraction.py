@@ -121,6 +121,15 @@ def _(b, dy, w, pre):
     return [d, b.mul(b.sum(b.cast(d, dtype=F32), dims=(0, 1)), 0.5)]
 
 
+@case("both halves of a gate's gradient, each a part of something, and their sums", (3, 70, 40), (40, 32), (3, 70, 64))
+def _(b, dy, w, pre):
+    d = b.contract(dy, w, spec="abk,kn->abn")
+    one, other = (b.slice(pre, dim=2, start=n, end=n + 32) for n in (0, 32))
+    t, g = b.tanh(one), b.sigmoid(other)
+    halves = [b.tanh_grad(b.mul(d, g), t), b.sigmoid_grad(b.mul(d, t), g)]
+    return [*halves, *(b.sum(half, dims=(0, 1)) for half in halves), b.mul(t, g)]
+
+
 @case("scale, shift and activation on load, statistics on store", (150, 37), (52, 37), ((37,), F32), ((37,), F32))
 def _(b, x, w, scale, shift):
     x = b.cast(b.relu(b.add(b.mul(b.cast(x, dtype=F32), scale), shift)), dtype=w.type.element)
@@ -327,6 +336,11 @@ def empty(dtype: torch.dtype) -> float | int:
     return float("nan") if dtype.is_floating_point else min(2**20, torch.iinfo(dtype).max)
 
 
+def part_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a result that has others beside its columns and more rows behind those of each batch."""
+    return ((shape[1] + 2) * 2 * shape[2], 2 * shape[2], 1) if len(shape) == 3 else strides_of(shape)
+
+
 def guarded(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of NaN amid NaN: what is read beside it shows in the result, what is written there shows as well."""
     size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -335,10 +349,13 @@ def guarded(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 
 
 def broken_guards(tensor: torch.Tensor) -> bool:
+    """Whether memory around a tensor, or between its rows, has been written."""
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((size + 2 * GUARD,), (1,), 0)
-    edges = torch.cat([memory[:GUARD], memory[-GUARD:]])
-    return not bool((edges.isnan() if edges.is_floating_point() else edges == empty(edges.dtype)).all())
+    beside = torch.ones(memory.shape, dtype=torch.bool, device=tensor.device)
+    beside.as_strided(tensor.shape, tensor.stride(), GUARD).fill_(False)
+    rest = memory[beside]
+    return not bool((rest.isnan() if rest.is_floating_point() else rest == empty(rest.dtype)).all())
 
 
 def run_case(
@@ -349,7 +366,7 @@ def run_case(
 
     if folds:
         contraction_text.MOST_PARTIALS, contraction_text.FOLDED = 0, 2
-    return run_built(*CASES[name], element, every, tiles)
+    return run_built(*CASES[name], element, every, tiles, laid=part_strides if "a part of" in name else strides_of)
 
 
 def run_built(
@@ -359,8 +376,9 @@ def run_built(
     every: bool = False,
     tiles: Sequence[dict[str, int]] = (),
     formula: Build | None = None,
+    laid: Callable[[tuple[int, ...]], tuple[int, ...]] = strides_of,
 ) -> dict[str, float]:
-    """formula: what is computed, in torch; else the loop dialect's reference says it."""
+    """formula: what is computed, in torch; else the loop dialect's reference says it. laid: how results lie."""
     from wholestep.backends.triton import contraction, generate
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -378,7 +396,7 @@ def run_built(
         first = slice(0, 1) if layout == "repeated" else slice(None)
         tensor[first].copy_(drawn[first])
         inputs.append(tensor)
-    outputs = [guarded(t.shape, strides_of(t.shape), torch_dtype(t.element), device) for t in results]
+    outputs = [guarded(t.shape, laid(t.shape), torch_dtype(t.element), device) for t in results]
     wanted = [torch.zeros(t.shape, dtype=t.dtype if t.dtype is torch.uint8 else torch.float64) for t in outputs]
     if formula is None:
         run(function, [t.cpu() for t in inputs], wanted)
@@ -496,6 +514,7 @@ def test_pieces(child: Ask, name: str) -> None:
     [
         "scale, shift and activation on load, statistics on store",
         "derivative of the activation and column sums",
+        "both halves of a gate's gradient, each a part of something, and their sums",
         "residual sum on load and stored as well, statistics on store",
         "a gate of each image on load, statistics on store",
         "two tensors side by side on load, each by itself",
@@ -555,8 +574,11 @@ def test_many_partial_sums_are_folded(child: Ask) -> None:
 def test_the_judge_sees_what_is_written_beside_a_tensor() -> None:
     spilled = guarded((4, 5), (8, 1), torch.float32, "cpu")
     assert not broken_guards(spilled)
-    spilled.as_strided((1,), (1,), GUARD - 1).fill_(1.0)
-    assert broken_guards(spilled)
+    for place in (GUARD - 1, GUARD + 5):
+        beside = spilled.as_strided((1,), (1,), place)
+        beside.fill_(1.0)
+        assert broken_guards(spilled)
+        beside.fill_(float("nan"))
 
 
 # ---- what is refused, and what is chosen -----------------------------------------------------------------------------
