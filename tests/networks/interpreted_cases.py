@@ -64,6 +64,7 @@ def test_gradients_through_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_skip_connections_are_one_product() -> None:
     recipe = check_two_steps("wavenet", "bf16", "small")
     assert sum(line.startswith("summed_products ") for line in recipe) == 1
+    assert sum(line.startswith("join_zeros ") for line in recipe) == 6  # one for each layer
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)

@@ -19,10 +19,11 @@ from tests.transforms.test_fuse import program
 from wholestep.cost import make_ledger
 from wholestep.cost.movement import movement_of
 from wholestep.dialects.move import verify_plan
+from wholestep.dialects.strides import row_major
 from wholestep.ir.types import F32, TensorType
 from wholestep.ir.verify import VerifyError
 from wholestep.plan import joined, planner
-from wholestep.plan.joins import Joins, find_joins, held_back
+from wholestep.plan.joins import Joins, Part, find_joins, held_back
 from wholestep.plan.launches import flatten
 from wholestep.plan.plan import Launch, Plan
 from wholestep.plan.planner import Planned, planned_function
@@ -205,6 +206,42 @@ def test_what_others_read_too_is_in_memory(again: bool) -> None:
 
     types = [TensorType((64, 24), F32), TensorType((64, 8), F32), TensorType((4, 32), F32)]
     assert len(held_back(program(types, build), CPU)) == int(again)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_concatenation_inside_of_another(reads: bool) -> None:
+    """Its parts lie in the outer one, where nobody else reads it. Zeros are copied: no product writes them beside."""
+
+    def build(b: Any, x: Any, y: Any, w: Any, v: Any) -> list[Any]:
+        product = b.contract(x, y, spec="mk,kn->mn")
+        inner = b.concat([b.sin(product), b.cos(product)], dim=1)
+        outer = b.concat([inner, b.full(0.0, (8, 32), F32)], dim=0)
+        both = b.contract(outer, w, spec="mk,kn->mn")
+        return [both, b.contract(inner, v, spec="mk,nm->kn")] if reads else [both]
+
+    types = [TensorType(s, F32) for s in ((64, 24), (24, 16), (32, 8), (8, 64))]
+    function = program(types, build)
+    held = held_back(function, CPU)
+    inner, outer = (op for op in function.regions[0].block if op.name == "step.concat")
+    assert held == ([] if reads else [outer, inner])
+    laid = {op: row_major(op.result.type.shape) for op in (inner, outer)}
+    found = find_joins(function, laid, {}, CPU, loops=True)
+    if reads:
+        assert "2 of its 2 parts would be copied" in found.refused[outer] and not found.inner
+        return
+    assert list(found.strides) == [outer] and found.inner == {inner: Part(outer, (32, 1), 0)}
+    assert [(part.join, part.strides, part.offset) for part in found.parts.values()] == [
+        (outer, (32, 1), 0),
+        (outer, (32, 1), 16),
+    ]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_sums_over_rows_are_written_side_by_side(rows: bool) -> None:
+    def build(b: Any, x: Any, y: Any) -> list[Any]:
+        return [b.exp(b.concat([b.sum(v, dims=(0,) if rows else (1,)) for v in (x, y)], dim=0))]
+
+    assert len(held_back(program([TensorType((64, 64), F32)] * 2, build), CPU)) == int(rows)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`join_zeros`: the gradient of a slice that a library reads, such as of a cut behind a convolution, is a concatenation.
+"""`join_zeros`: the gradient of a slice that a library reads, such as of a cut convolution, becomes a concatenation.
 
     slice_grad(concat(a, b))   =   concat(zeros, concat(a, b), zeros), in the order of memory that is asked for
 
@@ -60,14 +60,16 @@ def why_not(op: Op) -> str:
     return "" if all(map(follows_product, parts_of(op))) else "the kernel that makes it fills it up on the way"
 
 
-def parts_of(op: Op) -> tuple[Value, ...]:
-    """What is written where the slice is: the parts of a concatenation that nobody else reads, or the slice as it is."""
+def joint(op: Op) -> Op | None:
+    """The concatenation that makes the slice, where nobody else reads it."""
     maker = op.x.op
-    return tuple(maker.operands) if is_joined(op) and maker is not None else (op.x,)
+    return maker if maker is not None and maker.definition is Concat and len(op.x.uses) == 1 else None
 
 
-def is_joined(op: Op) -> bool:
-    return op.x.op is not None and op.x.op.definition is Concat and len(op.x.uses) == 1
+def parts_of(op: Op) -> tuple[Value, ...]:
+    """What is written where the slice is."""
+    join = joint(op)
+    return (op.x,) if join is None else tuple(join.operands)
 
 
 def is_sum_over(user: Op, op: Op) -> bool:
@@ -90,9 +92,9 @@ def summed(b: StepBuilder, op: Op, x: Value) -> Value:
 
 def filled(b: StepBuilder, op: Op) -> Value:
     """The slice with zeros before and behind, joined in the order in which it lies for those who read it."""
-    order = order_of(op)
-    inner = [b.transpose(part, order=order) for part in parts_of(op)]
-    slice = b.concat(inner, dim=order.index(op.x.op.dim)) if is_joined(op) else inner[0]  # type: ignore[union-attr]
+    order, join = order_of(op), joint(op)
+    parts = [b.transpose(part, order=order) for part in parts_of(op)]
+    slice = parts[0] if join is None else b.concat(parts, dim=order.index(join.dim))
     dim, shape = order.index(op.dim), slice.type.shape
 
     def zeros(count: int) -> list[Value]:

@@ -154,6 +154,28 @@ def test_parts_that_meet() -> None:
     assert "which meet" in problem(halves(None, 16, (2, 4)))
 
 
+@pytest.mark.parametrize("pinwheel", [False, True])
+def test_parts_inside_of_parts(pinwheel: bool) -> None:
+    """Two beside each other with a third below both, and four of which no cut keeps two apart from the others."""
+    places = {"left": (2, 2, 0), "right": (2, 2, 2), "below": (2, 4, 8)}
+    if pinwheel:
+        places = {"top": (1, 3, 0), "right": (3, 1, 3), "below": (1, 3, 13), "left": (3, 1, 4), "middle": (2, 2, 5)}
+
+    def plan_of(shift: dict[str, int]) -> PlanBuilder:
+        plan, x = start()
+        both = plan.alloc("both", shape=(4, 4))
+        for name, (rows, columns, first) in places.items():
+            view = plan.view(name, both, (rows, columns), 4 * (first + shift.get(name, 0)), (4, 1))
+            plan.launch([x], [view], layer=name)
+        plan.launch([both], [], layer="reader")
+        plan.finish()
+        return plan
+
+    m.verify_plan(plan_of({}).module)
+    for name, further in (("right", -1), ("below", -4)):
+        assert "which meet" in problem(plan_of({name: further}))
+
+
 def test_a_part_is_missing() -> None:
     assert "reads buffer %both (tensor<4x4xf32>, transient), which is written only in part" in problem(
         halves((4, 1), 8, (4, 1))
