@@ -1,8 +1,9 @@
 """Concatenations in place: who makes a part writes it where the concatenation lies, and joining them costs nothing.
 
 `held_back` says before ops become kernels which concatenations are worth it. `find_joins` says where the parts of those
-that are left lie; strides follow backwards through reshapes and transposes to the kernel that makes a part. Whether it
-can write so is seen when it is built; what cannot is copied to its place.
+that are left lie; strides follow backwards through reshapes and transposes to the kernel that makes a part, and into
+concatenations that are parts of others. Whether a kernel can write so is seen when it is built; what cannot, and
+constants, are copied to their place.
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
 
     One that a library reads lies in memory in any case, and what libraries make, or read as well, would be written and
     read once more for it. A kernel that makes the parts itself would write nothing but the concatenation either, and
-    one that goes on to add it up need not read it.
+    one that goes on to add it up need not read it. Sums over rows alone are worth it for any reader: no kernel that
+    makes them goes on with them.
     """
     laid = {op: row_major(op.result.type.shape) for op in function.regions[0].block if op.definition is Concat}
     joins = find_joins(function, laid, {}, device, loops=True)
