@@ -77,7 +77,7 @@ class Place:
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """Equal for the same elements in whatever order: of a matrix and its transpose, of a view in other dimensions."""
+        """Equal for the same elements in whatever order, as of a matrix and its transpose."""
         steps: list[tuple[int, int]] = []
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size == 1 or not stride:

@@ -1,9 +1,8 @@
 """Products read tensors that are put side by side from where each of them lies, instead of from one memory.
 
-Such a memory costs nothing as far as its parts are written there by who makes them (`plan/joins.py`). A part that cannot
-be, such as an activation of forward beside a gradient, is copied to it: one read and one write. Where all that reads the
-whole are products, and providers have kernels for them that take each step of what is summed from the part that it is
-in, nothing is copied. The clock decides, with the products as they were joined with their neighbours before.
+Such a memory costs nothing as far as its parts are written there by who makes them (`plan/joins.py`). A part that
+cannot be, such as an activation of forward beside a gradient, is copied to it. Nothing is where products alone read the
+whole and there are kernels that take each step of a sum from the part that it is in, if the clock says so.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Product:
         return self.sides[0]
 
     def side_by_side(self) -> list[tuple[Op, Span | None]]:
-        """The tensor that the first factor is, or those that it consists of, each with its stretch of what is summed."""
+        """The tensor that the first factor is, or those that it consists of, each with its stretch of the sum."""
         (factor, _), spans = self.product.factors, self.product.stretches
         if any(joint % SUMMED for joint in self.product.joints) or len(spans) > MOST:
             raise NoText("tensors side by side are too many, or meet within what is summed at once")
