@@ -15,6 +15,7 @@ from wholestep.ir.builtin import lookup
 from wholestep.ir.core import Op, Value
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import again, side_by_side, tall_products, wide_products
+from wholestep.transforms.around import divide
 from wholestep.transforms.fuse import dissolve, fuse
 from wholestep.transforms.regions import HELD, Bodies, Piece
 
@@ -122,3 +123,23 @@ def test_what_the_clock_refuses_says_so() -> None:
     fusion = fuse(function, bodies=Bodies(), seconds=Clock(faster=False), alone=is_held)
     told = [why for pair, why in fusion.refusals.items() if "concat" in pair[0] and "contract" in pair[1]]
     assert len(told) == 1 and told[0].startswith("measured: ")
+
+
+def test_a_recipe_replays() -> None:
+    fusion = fuse(of(twice), bodies=Bodies(), seconds=Clock(), alone=is_held)
+    lines = [f"fuse {' + '.join(sites)}" for _, sites in fusion.kernels]
+    assert kernels(of(twice), Clock(), recipe=lines) == [["concat", "contract"], ONE]
+
+
+def test_what_nobody_runs_comes_apart_again() -> None:
+    function, bodies = of(twice), Bodies()
+    inputs = [torch.randn(v.type.shape).bfloat16() / 4 for v in function.regions[0].block.arguments]
+    wanted = Executable(function)(inputs)
+    fusion = fuse(function, bodies=bodies, seconds=Clock(), alone=is_held)
+    divide(function, fusion, bodies, lambda op: True)
+    verify(root_of(function))
+    dissolve(function, lambda op: True)
+    names = [op.name for op in function.regions[0].block]
+    assert names.count("step.contract") == 2 and "step.concat" in names
+    for got, want in zip(Executable(function)(inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
