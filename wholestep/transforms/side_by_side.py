@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..ir.core import Op
@@ -42,7 +43,7 @@ def from_parts(fuser: Fuser) -> Iterator[Choice]:
         taking = [fuser.groups[u] for u in readers if u.name == "step.contract" and u in fuser.groups]
         if not taking or len({id(g) for g in taking}) != len(readers):
             continue
-        if any(again.is_forbidden(fuser, op.results[0], g) for g in taking):
+        if any(again.is_forbidden(fuser, op.results[0], g) or again.half(fuser, g) != fuser.half(op) for g in taking):
             continue
         choice = without_copy(fuser, op, copied, readers, taking)
         if choice.worth_it and not any(why_not(fuser, piece) for piece in choice.new) and has_kernels(fuser, choice):
@@ -70,6 +71,7 @@ def without_copy(fuser: Fuser, join: Op, copied: int, readers: Sequence[Op], tak
 def has_kernels(fuser: Fuser, choice: Choice) -> bool:
     """Whether there is somebody to ask: tall products are Triton's too, others only who runs wide ones has."""
     wide = [piece for (_, reader), piece in zip(choice.pairs, choice.new, strict=True) if not is_tall(reader)]
-    if not wide:
-        return True
-    return fuser.follows is not None and all(able_by(fuser)(Choice([], [piece], choice.apply)) for piece in wide)
+    if not wide or fuser.follows is None:
+        return not wide
+    able = able_by(fuser)
+    return all(able(replace(choice, new=[piece])) for piece in wide)
