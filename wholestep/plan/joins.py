@@ -212,8 +212,8 @@ def named(op: Op | None) -> str:
 # ---- before ops become kernels ---------------------------------------------------------------------------------------
 
 
-def held_back(function: Op, device: torch.device) -> list[Op]:
-    """Concatenations that should be no part of a kernel.
+def held_back(function: Op, device: torch.device) -> dict[Op, int]:
+    """Concatenations that should be no part of a kernel, and the bytes of their parts that are copied.
 
     One that a library reads lies in memory in any case, and what libraries make, or read as well, would be written and
     read once more for it. A kernel that makes the parts itself would write nothing but the concatenation either, and
@@ -221,14 +221,14 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
     """
     laid = {op: row_major(op.result.type.shape) for op in function.regions[0].block if op.definition is Concat}
     joins = find_joins(function, laid, {}, device, loops=True)
-    found = []
+    found = {}
     for op in joins.strides:
         gains = [v for v in op.operands if base(v) in joins.parts and is_in_memory(base(v), op)]
         readers, whole = readers_of(op.result), op.result.type.bytes
         again = 0 if all(map(is_library, readers)) else whole
         saved = 2 * sum(v.type.bytes for v in gains) - again
         if any(map(is_library, readers)) and saved > GAIN * whole:
-            found.append(op)
+            found[op] = sum(v.type.bytes for v in op.operands if base(v) not in joins.parts)
     return found
 
 

@@ -103,11 +103,18 @@ class Choice:
     apply: Callable[[], None]
     #: who makes and who reads what lies between them, pair by pair (of kernels beside each other, one of each)
     pairs: Sequence[tuple[Op, Op]] = ()
+    #: of a concatenation among the old ones that lies in place: itself, and the share of it that is copied there
+    join: Piece | None = None
+    copied: float = 1.0
 
     @property
     def saved(self) -> int:
         """Bytes that move less."""
-        return sum(map(bytes_of, self.old)) - sum(map(bytes_of, self.new))
+        return round(self.before([bytes_of(piece) for piece in self.old])) - sum(map(bytes_of, self.new))
+
+    def before(self, each: Sequence[float]) -> float:
+        """What the old ones take together, of bytes or seconds that each has."""
+        return sum(own * self.copied if piece is self.join else own for own, piece in zip(each, self.old, strict=True))
 
     @property
     def worth_it(self) -> bool:
@@ -166,8 +173,8 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice]
     if fuser.expect is not None:
         fuser.expect([p for c in later for p in (*c.old, *c.new)], laid)
     times = iter(fuser.seconds([p for c in wanted for p in (*c.old, *c.new)], laid))
-    taken = [tuple(sum(next(times) for _ in side) for side in (c.old, c.new)) for c in wanted]
-    for choice, (before, after) in zip(wanted, taken, strict=True):
+    for choice in wanted:
+        before, after = choice.before([next(times) for _ in choice.old]), sum(next(times) for _ in choice.new)
         if after < (before if choice.saved <= 0 else TIE * before):
             choice.apply()
             continue

@@ -199,7 +199,8 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
     if isinstance(product, Convolution):
         left, right = gathered(product, tensors, folder)
     else:
-        left = matrix(product.a).T if product.along_a else matrix(product.a)
+        sides = [matrix(side) for side in product.sides]
+        left = torch.cat(sides).T if product.along_a else torch.cat(sides, 1)
         right = matrix(product.b) if product.along_b else matrix(product.b).T
     sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
     partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]

@@ -12,6 +12,8 @@
 // They are gathered by the copies themselves, which know how an image is walked; the tiles are then those of a product.
 // Where there is one column of tiles and all its weights fit, a block fetches them once (STAYS).
 //
+// The first factor may be SIDES tensors side by side along what is summed: every step is read from one of them.
+//
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
 // What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
@@ -44,7 +46,7 @@ struct Window { int channels, taps_x, p, q, stride_y, stride_x, padding_y, paddi
 #endif
 
 struct Args {
-    Map a, b, in[NIN + 1], out[NOUT + 1];
+    Map a[SIDES], b, in[NIN + 1], out[NOUT + 1];
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
@@ -54,6 +56,9 @@ struct Args {
     int mask_stride[NMASK + 1], packed_stride[NPACKED + 1];
 #if WINDOW
     Window window;
+#endif
+#if SIDES > 1
+    int side[SIDES];  // where each of them begins
 #endif
 };
 
@@ -312,15 +317,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE_B;
                     expect(bar, STAGE + (STAYS ? 0 : STAGE_B));
 #if WINDOW
-                    fetch_windows(a, &args.a, bar, args.window, walk);
+                    fetch_windows(a, args.a, bar, args.window, walk);
                     if (!STAYS) fetch(b, &args.b, bar, walk.weight(args.window), one);
                     walk.next(args.window);
 #else
+                    const Map* from = args.a;
+                    int at = k * BK;
+#if SIDES > 1
+#pragma unroll
+                    for (int i = 1; i < SIDES; ++i)
+                        if (k * BK >= args.side[i]) from = args.a + i, at = k * BK - args.side[i];
+#endif
                     if (ALONG_A) {
-                        fetch(a, &args.a, bar, row * BM, k * BK);
-                        fetch(a + STAGE / 2, &args.a, bar, row * BM + 64, k * BK);
+                        fetch(a, from, bar, row * BM, at);
+                        fetch(a + STAGE / 2, from, bar, row * BM + 64, at);
                     } else {
-                        fetch(a, &args.a, bar, k * BK, row * BM);
+                        fetch(a, from, bar, at, row * BM);
                     }
                     if (ALONG_B) {
                         fetch(b, &args.b, bar, one, k * BK);

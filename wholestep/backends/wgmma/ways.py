@@ -171,7 +171,7 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks
         windows = (product.specs[product.a.argument].dtype, product.gathering, SUMMED, ROWS)
         data = library.window_map(pointer_of(product.a), *windows) + mapped(product.b, *columns)
     else:
-        data = mapped(product.a, *rows) + mapped(product.b, *columns)
+        data = b"".join(mapped(side, *rows) for side in product.sides) + mapped(product.b, *columns)
     for tensors in (product.reads, product.writes):
         data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
@@ -185,5 +185,6 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks
     numbers = (product.m, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
     numbers += (*(m.stride for m in product.masks), 0, *(m.stride for m in product.packed), 0)
     numbers += product.window if isinstance(product, Convolution) else ()
+    numbers += (0, *product.product.joints) if len(product.sides) > 1 else ()
     data += b"".join(n.to_bytes(4, "little") for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
