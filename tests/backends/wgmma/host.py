@@ -164,7 +164,7 @@ def convolved(product: Convolution, tensors: Sequence[torch.Tensor], folder: Pat
     defined = "".join(f"#define {name} {value}\n" for name, value in given.items())
     source.write_text(f"{defined}{TYPES}{kind}\n{walk}{GATHER}")
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
-    how, window = product.gathering, (ctypes.c_int * len(product.window))(*product.window)
+    how, window = product.gathering, (ctypes.c_int * len(product.window()))(*product.window())
     numbers = (ctypes.c_int * 16)(*how.sizes, *how.lower, *how.upper, *how.steps)
     strides = (ctypes.c_long * 3).from_buffer(numbers, 40)
     strides[:] = how.strides

@@ -79,6 +79,32 @@ for columns, images, size in ((64, 3, (10, 12)), (136, 3, (10, 12)), (64, 4, (16
         return [g, b.cast(b.relu(normal), dtype=dy.type.element), *sums]
 
 
+for columns in (64, 128, 256):
+
+    @case(
+        f"masked by what a norm reads, with its sums, of {columns}",
+        (4, 64, 8, 16),
+        (64, columns, 3, 3),
+        (4, 16, 32, columns),
+        ((columns,), F32),
+        ((columns,), F32),
+        (columns,),
+        (columns,),
+    )
+    def _(b, dy, w, pre, mean, rstd, weight, bias):
+        """As behind the first convolution of a block: its gradient is written as it is."""
+        count = mean.type.shape[0]
+        g = b.conv_input_grad(dy, w, input_shape=(4, count, 16, 32), **window())
+        x = b.cast(b.transpose(pre, order=(0, 3, 1, 2)), dtype=F32)
+        mean, rstd, *rest = (b.reshape(v, shape=(1, count, 1, 1)) for v in (mean, rstd, weight, bias))
+        weight, bias = (b.cast(v, dtype=F32) for v in rest)
+        normal = b.mul(b.sub(x, mean), rstd)
+        y = b.relu(b.cast(b.add(b.mul(normal, weight), bias), dtype=dy.type.element))
+        kept = b.select(b.le(y, 0.0), 0.0, b.cast(g, dtype=F32))
+        sums = [b.sum(v, dims=(0, 2, 3)) for v in (kept, b.mul(kept, b.sub(x, mean)))]
+        return [g, sums[0], b.mul(sums[1], b.reshape(rstd, shape=(count,)))]
+
+
 for columns, images, size in ((96, 3, (10, 12)), (128, 4, (16, 32))):
     image = (images, columns, *size)
 
@@ -189,18 +215,16 @@ def test_pixels_of_a_parity_lie_where_their_rows_are(name: str) -> None:
         assert torch.equal(torch.cat(met).sort().values, numbers.flatten() * matrix.stride)
 
 
-SCHEDULE = r"""
-static struct { int x; } gridDim;
-struct Args { int m, n, k, group; };
-static int steps_of(int, int) { return 0; }
+ARGS = r"""
+struct Args { int m, n, group; struct { int turn; } window; };
 """
 VISITS = r"""
-extern "C" void visits(int m, int n, int group, int blocks, int* found) {
-    gridDim.x = blocks;
-    const Places places(Args{m, n, 0, group});
+extern "C" void visits(int m, int n, int group, int turn, int* found) {
+    const Args args{m, n, group, {turn}};
+    const Places places(args);
     for (int tile = 0; tile < places.tiles; ++tile, found += 3) {
         places.of(tile, found[0], found[1]);
-        found[2] = places.parity(tile);
+        found[2] = places.parity(args, tile);
     }
 }
 """
@@ -213,11 +237,12 @@ def test_every_tile_is_made_once_and_blocks_have_all_parities(blocks: int, tmp_p
     places = text[text.index("struct Places") : text.index("// the row of a tensor that")]
     places = places[: places.index("// the multiplications of a tile")] + "};"
     source, made = tmp_path / "places.cpp", tmp_path / "places.so"
-    source.write_text(f"#define BM 128\n#define WIDTH 128\n#define PARITIES 4\n{host.TYPES}{SCHEDULE}{places}{VISITS}")
+    source.write_text(f"#define BM 128\n#define WIDTH 128\n#define PARITIES 4\n{host.TYPES}{ARGS}{places}{VISITS}")
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
     rows, columns = 61, 3
+    turn = product.window(blocks)[13] if blocks % 2 == 0 else 4 * rows * columns
     found = torch.zeros(4 * rows * columns, 3, dtype=torch.int32)
-    ctypes.CDLL(str(made)).visits(rows * 128 - 5, columns * 128, 8, blocks, ctypes.c_void_p(found.data_ptr()))
+    ctypes.CDLL(str(made)).visits(rows * 128 - 5, columns * 128, 8, turn, ctypes.c_void_p(found.data_ptr()))
     assert len({tuple(t) for t in found.tolist()}) == len(found)
     assert found.max(0).values.tolist() == [rows - 1, columns - 1, 3]
     turns = [found[block::blocks, 2].tolist() for block in range(blocks)]
@@ -247,11 +272,11 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     assert [m[1] for m in maps[6:8]] == [pointers[5], pointers[6]]  # both results of a parity, then the next
     assert len(maps) == 2 + 4 + 8
     first = 128 * (2 + 5 + 9) + 8 * (3 + 1 + 1 + 3 + 1 + 3 + 1 + 1)
-    count = 9 + 13 + 20
+    count = 9 + 14 + 20
     numbers = [int.from_bytes(data[first + 4 * i :][:4], "little", signed=True) for i in range(count)]
     assert numbers[:9] == [90, 136, product.k, shape.group, product.partials(), 0, 0, 0, 0]
-    assert numbers[9:22] == [64, 5, 6, 1, 1, 0, 0, 1, 1, -6, -2, 2, 2]
-    assert numbers[22:] == [1, 1, 0, 0, 4, 2, 2, 0, 0, 5, 1, 2, 0, 0, 7, 2, 4, 0, 0, 8]
+    assert numbers[9:23] == [64, 5, 6, 1, 1, 0, 0, 1, 1, -6, -2, 2, 2, 33]
+    assert numbers[23:] == [1, 1, 0, 0, 4, 2, 2, 0, 0, 5, 1, 2, 0, 0, 7, 2, 4, 0, 0, 8]
 
 
 def test_it_is_what_autograd_gives(tmp_path: Path) -> None:
@@ -340,7 +365,7 @@ def test_it_fits_into_shared_memory(name: str) -> None:
         assert way.product.bytes(way.shape) <= SHARED and way.shape.stages >= 3
 
 
-COMPILED = ["3x3", "3x3, half a tile of columns", *(n for n in CASES if "tiles of 1" in n or "bits" in n)]
+COMPILED = ["3x3", "3x3, half a tile of columns", *(n for n in CASES if "tiles of 136" in n or "bits" in n or "masked" in n)]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: kernels are not compiled here")

@@ -47,9 +47,9 @@ struct __align__(64) Map { u64 words[16]; };
 // of the pixels of one parity: taps in a row, all taps, where the first lies in a window and which weights it has
 struct Taps { int x, all, over, down, first; };
 // p, q: rows and columns of windows; weight_y, weight_x: from tap to tap among weights; apart_y, apart_x: pixels of one
-// parity
+// parity; turn: tiles of a parity after which blocks go on to the next
 struct Window {
-    int channels, p, q, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x, weight_y, weight_x, apart_y, apart_x;
+    int channels, p, q, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x, weight_y, weight_x, apart_y, apart_x, turn;
     Taps taps[PARITIES];
 };
 #endif
@@ -297,15 +297,18 @@ struct Places {
         row = first + in % high;
         column = in / high;
     }
-    // neighbours in time have the same pixels' neighbours; every block has all parities, one after another
-    __device__ __forceinline__ int parity(int tile) const {
-        const int turn = gridDim.x % 2 || gridDim.x < PARITIES ? tiles : gridDim.x / PARITIES;
-        return PARITIES == 1 ? 0 : (tile + tile / PARITIES / turn) % PARITIES;
+    // tiles of the same pixels, whose neighbours they share, are made at once; a block makes all parities, in turn
+    __device__ __forceinline__ int parity(const Args& args, int tile) const {
+#if PARITIES > 1
+        return (tile + tile / PARITIES / args.window.turn) % PARITIES;
+#else
+        return 0;
+#endif
     }
     // the multiplications of a tile, by BK
     __device__ __forceinline__ int steps(const Args& args, int tile) const {
 #if WINDOW
-        return steps_of(args.window, parity(tile));
+        return steps_of(args.window, parity(args, tile));
 #else
         return (args.k + BK - 1) / BK;
 #endif
@@ -370,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 [[maybe_unused]] const int one = column * WIDTH + args.begin[0];
                 [[maybe_unused]] const int other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
 #if WINDOW
-                Walk walk(args.window, row * BM, places.parity(tile));
+                Walk walk(args.window, row * BM, places.parity(args, tile));
 #endif
                 const int steps = places.steps(args, tile);
                 for (int k = 0; k < steps; ++k) {
@@ -456,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         auto read_ahead = [&](int tile, int piece) {
             int row, column;
             places.of(tile, row, column);
-            const int parity = places.parity(tile);
+            const int parity = places.parity(args, tile);
             expect(ready, AHEAD * NIN * SLOT);
 #pragma unroll
             for (int c = 0; c < AHEAD; ++c)
@@ -470,7 +473,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             float total[2][BN / 2];
             int row, column;
             places.of(tile, row, column);
-            const int parity = places.parity(tile), steps = places.steps(args, tile);
+            const int parity = places.parity(args, tile), steps = places.steps(args, tile);
+            const int strip = row * PARITIES + parity;  // (which is all that is known of both till the tile is put)
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
             float high[NROW + 1][4];
             heights(args, row * BM + warp * 16 + lane / 4, high);
@@ -591,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 sync(3 + group, 128);
                 if (thread == 0) {
 #pragma unroll
-                    for (int i = 0; i < NOUT; ++i) put_beside(&args.out[parity * NOUT + i], slot[i], args, x, row * BM);
+                    for (int i = 0; i < NOUT; ++i) put_beside(&args.out[strip % PARITIES * NOUT + i], slot[i], args, x, strip / PARITIES * BM);
                     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                 }
 #pragma unroll
@@ -607,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                         if (NARROW)
                             kept[i][c] += s;
                         else
-                            args.part[i][(u64)(parity * places.rows + row) * args.n + x + thread] = s;
+                            args.part[i][(u64)strip * args.n + x + thread] = s;
                     }
                 if (NIN && (c + 1) % AHEAD == 0 && thread == 0) {
                     const int next = c + 1 < PIECES ? tile : tile + 2 * gridDim.x;

@@ -193,6 +193,6 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks
     height = product.m // product.parities
     numbers = (height, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
     numbers += (*(m.stride for m in product.masks), 0, *(m.stride for m in product.packed), 0)
-    numbers += product.window if isinstance(product, Convolution) else ()
+    numbers += product.window(blocks) if isinstance(product, Convolution) else ()
     data += b"".join(n.to_bytes(4, "little", signed=True) for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)

@@ -28,7 +28,7 @@ from ..kernels import Spec
 from ..triton.scalars import NoText
 from . import products
 from .library import Gathering
-from .products import ALIGNMENT, COLUMNS, PIECE, STAGE, SUMMED, Matrix, Place, Product, Shape
+from .products import ALIGNMENT, BLOCKS, COLUMNS, PIECE, STAGE, SUMMED, Matrix, Place, Product, Shape
 
 if TYPE_CHECKING:
     from ..providers import Region
@@ -170,12 +170,14 @@ class Convolution(Product):
         sizes = (matrix.columns, wide, high, matrix.rows // self.parities // (high * wide))
         return begin, Gathering(sizes, (over * matrix.stride, down * row, down * high * row), (0, 0), (0, 0), (1, 1))
 
-    @property
-    def window(self) -> tuple[int, ...]:
-        """`Window` of product.cu."""
+    def window(self, blocks: int = BLOCKS) -> tuple[int, ...]:
+        """`Window` of product.cu, where so many blocks run. Tile by tile, each goes through all parities: by itself where
+        they are an odd number, else parities are turned whenever all blocks have made a tile."""
         how = self.how
+        turn = self.tiles if blocks % 2 or blocks < self.parities else blocks // self.parities
         pairs = (how.grid, how.stride, how.before, how.dilation, how.weights, how.apart)
-        return (self.image.shape[1], *(n for pair in pairs for n in pair), *(n for t in how.taps for n in astuple(t)))
+        taps = [n for own in how.taps for n in astuple(own)]
+        return (self.image.shape[1], *(n for pair in pairs for n in pair), turn, *taps)
 
 
 def strides_of(image: Spec) -> tuple[int, ...]:
