@@ -25,10 +25,10 @@ from wholestep.transforms import again, tall_products, wide_products
 class Net(nn.Module):
     """A residual block without its residual: a norm before and behind the convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int) -> None:
         super().__init__()
         self.before, self.norm = nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)
-        self.middle, self.behind = nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64)
+        self.middle, self.behind = nn.Conv2d(64, 64, 3, stride, 1, bias=False), nn.BatchNorm2d(64)
         self.last = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,10 @@ class Net(nn.Module):
         return self.last(torch.relu(self.behind(self.middle(x))).mean((2, 3)))
 
 
-def test_statistics_and_sums_are_taken_along_and_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [1, 2])
+def test_statistics_and_sums_are_taken_along_and_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stride: int
+) -> None:
     for module in (tall_products, wide_products, ways):
         monkeypatch.setattr(module, "LEAST", 0)
     monkeypatch.setattr(ways, "FEW", 0)
@@ -46,17 +49,17 @@ def test_statistics_and_sums_are_taken_along_and_right(monkeypatch: pytest.Monke
 
     def noted(self: Any, region: Region) -> Any:
         chosen = guess(self, region)
-        if chosen.provider == "wgmma" and any(op.name == "step.conv" for op in region.ops):
+        if chosen.provider == "wgmma" and len(region.ops) > 1:
             found[region.key] = replace(region, device=torch.device("cpu"))
         return chosen
 
     monkeypatch.setattr(planning.Guessed, "guess", noted)
     torch.manual_seed(0)
-    model = Net()
+    model = Net(stride)
     work: Any = SimpleNamespace(
         model=model,
         loss_fn=nn.CrossEntropyLoss(),
-        batch=lambda seed, device: (torch.randn(12, 64, 14, 14), torch.randint(0, 10, (12,))),
+        batch=lambda seed, device: (torch.randn(12, 64, 14 * stride, 14 * stride), torch.randint(0, 10, (12,))),
         optimizer=lambda: (torch.optim.SGD(model.parameters(), lr=0.1), None),
     )
     planned = planning.planned(work)
@@ -70,5 +73,6 @@ def test_statistics_and_sums_are_taken_along_and_right(monkeypatch: pytest.Monke
         (tmp_path / str(number)).mkdir()
         host.run(product, tensors, tmp_path / str(number))
         assert_right(region, tensors, "bf16")
-        sizes.append((product.sums, len(product.reads), len(product.writes)))
-    assert sizes == [(2, 0, 1), (2, 1, 1)]  # statistics; sums of a gradient, with ReLU's mask from what the norm reads
+        sizes.append((product.parities, product.sums, len(product.reads), len(product.writes)))
+    # statistics; sums of a gradient, with ReLU's mask from what the norm reads
+    assert sorted(sizes) == [(1, 2, 0, 1), (stride**2, 2, 1, 1)]

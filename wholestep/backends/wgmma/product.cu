@@ -305,14 +305,6 @@ struct Places {
         return 0;
 #endif
     }
-    // the multiplications of a tile, by BK
-    __device__ __forceinline__ int steps(const Args& args, int tile) const {
-#if WINDOW
-        return steps_of(args.window, parity(args, tile));
-#else
-        return (args.k + BK - 1) / BK;
-#endif
-    }
 };
 
 // the row of a tensor that a row of the product is
@@ -344,11 +336,21 @@ __device__ __forceinline__ void keep_bits(const Args& args, unsigned char* to, i
 extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const Places places(args);
-    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = stages_b + (STAYS ? places.steps(args, 0) : STAGES) * STAGE_B;
+#if WINDOW
+    const int steps = steps_of(args.window, 0);
+#else
+    const int steps = (args.k + BK - 1) / BK;
+#endif
+    const u32 stages_a = base, stages_b = base + STAGES * STAGE, slots = stages_b + (STAYS ? steps : STAGES) * STAGE_B;
     const u32 sums = slots + 2 * (NIN * AHEAD + OWN * DEPTH) * SLOT, bars = sums + 2 * NSUM * 1024;
     const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    const Places places(args);
+#if PARITIES > 1
+    auto steps_at = [&](int tile) { return steps_of(args.window, places.parity(args, tile)); };
+#else
+    auto steps_at = [&](int) { return steps; };
+#endif
     if (threadIdx.x == 0) {
         if (STAYS) make_barrier(beside + 16, 1);
         for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, ASIDE ? 6 : 4);
@@ -361,10 +363,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         if (thread == 0) {
             u32 stage = 0, phase = 1;
 #if STAYS
-            const int all = places.steps(args, 0);
-            expect(beside + 16, all * STAGE_B);
+            expect(beside + 16, steps * STAGE_B);
             Walk weights(args.window, 0, 0);
-            for (int k = 0; k < all; ++k, weights.next(args.window))
+            for (int k = 0; k < steps; ++k, weights.next(args.window))
                 fetch(stages_b + k * STAGE_B, &args.b, beside + 16, weights.tap(args.window) * args.window.channels + weights.channel, 0);
 #endif
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
@@ -375,8 +376,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
 #if WINDOW
                 Walk walk(args.window, row * BM, places.parity(args, tile));
 #endif
-                const int steps = places.steps(args, tile);
-                for (int k = 0; k < steps; ++k) {
+                for (int k = 0, own = steps_at(tile); k < own; ++k) {
                     wait(empty + 8 * stage, phase);
                     const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE_B;
                     expect(bar, STAGE + (STAYS ? 0 : STAGE_B));
@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 const int turns = ASIDE == 1 ? places.columns : places.rows;
                 int turn = ASIDE == 1 ? column : row;
                 float s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-                for (int k = 0, steps = places.steps(args, tile); k < steps; ++k) {
+                for (int k = 0; k < steps; ++k) {
                     wait(full + 8 * stage, phase);
                     const u32 from = (ASIDE == 1 ? stages_a : stages_b) + stage * STAGE + (warp - 1) * (STAGE / 2);
                     if (turn == 0)
@@ -468,12 +468,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                     fetch_beside(own + (c * NIN + i) * SLOT, &args.in[parity * NIN + i], ready, args, column * WIDTH + (piece + c) * 64, row * BM);
         };
         if (NIN && thread == 0 && blockIdx.x + group * gridDim.x < places.tiles) read_ahead(blockIdx.x + group * gridDim.x, 0);
-        int done = group ? places.steps(args, blockIdx.x) : 0;
-        for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles; tile += 2 * gridDim.x) {
+        int done = group * steps_at(blockIdx.x);
+        for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles;
+             done += steps_at(tile) + steps_at(tile + gridDim.x), tile += 2 * gridDim.x) {
             float total[2][BN / 2];
             int row, column;
             places.of(tile, row, column);
-            const int parity = places.parity(args, tile), steps = places.steps(args, tile);
+            const int parity = places.parity(args, tile), multiplied = steps_at(tile);
             const int strip = row * PARITIES + parity;  // (which is all that is known of both till the tile is put)
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
             float high[NROW + 1][4];
@@ -486,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
 #pragma unroll
             for (int i = 0; i < 4 * NPACKED; ++i) told[i / 4][i % 4] = 0;
             sync(1 + group, 256);
-            for (int k = 0; k < steps; ++k) {
+            for (int k = 0; k < multiplied; ++k) {
                 wait(full + 8 * stage, phase);
                 const u64 a = matrix_at(stages_a + stage * STAGE, ALONG_A ? STAGE / 2 : 16);
                 const u64 b = matrix_at(stages_b + (STAYS ? k : stage) * STAGE_B, ALONG_B ? STAGE / 2 : 16);
@@ -504,7 +505,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 last = stage;
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
-            done += steps + places.steps(args, tile + gridDim.x);
             if (tile + gridDim.x < places.tiles) hand_over(2 - group, 256);
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             settle(total[0]), settle(total[1]);
