@@ -2,10 +2,10 @@
 
 The 3x3 convolutions of ResNet-50 at 256 images, channels-last in bf16: forward with the statistics of BatchNorm, input
 gradients (convolutions with the kernel turned round, as a step has them) with ReLU's mask, its result once more and the
-sums of BatchNorm's gradient; those of stride 2, of Wide ResNet-50-2 at 128 images too, by the kernel as it is, with mask
-and sums. Every kernel is compared with PyTorch in f32, small ones of odd sizes in f64, and says how
-far it is off; what is wrong or fails is named and not timed. Times are medians of CUDA graphs of six calls on rotating
-tensors, in turns. `python bench/kernels_convolution.py --out FILE.md` on a Hopper GPU, within a minute. Without one
+sums of BatchNorm's gradient; those of stride 2, of Wide ResNet-50-2 at 128 images too, by the kernel as it is, with
+mask and sums. Every kernel is compared with PyTorch in f32, small ones of odd sizes in f64, and says how far it is off;
+what is wrong or fails is named and not timed. Times are medians of CUDA graphs of six calls on rotating tensors, in
+turns. `python bench/kernels_convolution.py --out FILE.md` on a Hopper GPU, within a minute. Without one
 `--compile` says what kernels need (by nvcc), and `--dry` walks the same path with PyTorch's ops. `--only dx/2` takes
 the input gradients of stride 2 alone.
 """
@@ -60,8 +60,8 @@ Launcher = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One convolution of square images. gradient: of its input, by the turned kernel where it visits every pixel; small:
-    compared in f64 alone."""
+    """One convolution of square images. gradient: of its input, by the turned kernel where it visits every pixel;
+    small: compared in f64 alone."""
 
     images: int
     channels: int

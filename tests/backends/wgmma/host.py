@@ -144,7 +144,8 @@ extern "C" void gather(
             for (int r = 0; row == 0 && r < n; ++r)
                 for (int c = 0; c < BK; ++c) {
                     const int tap = walk.tap(*window), channel = walk.channel + c;
-                    const long at = ALONG_B ? ((long)channel * TAPS + tap) * n + r : ((long)r * TAPS + tap) * channels + channel;
+                    const long row = ALONG_B ? channel : r, column = ALONG_B ? r : channel;
+                    const long at = (row * TAPS + tap) * (ALONG_B ? n : channels) + column;
                     rows[(long)r * width + step * BK + c] = channel < channels ? weights[at] : 0;
                 }
         }
@@ -154,7 +155,7 @@ extern "C" void gather(
 
 
 def convolved(product: Convolution, tensors: Sequence[torch.Tensor], folder: Path) -> torch.Tensor:
-    """Sums of windows and weights as tiles have them, step by step; after the last window there is nothing but zeros."""
+    """Sums of windows and weights as tiles have them, step by step. After the last window there are zeros alone."""
     text = product.source(product.shape())  # type: ignore[arg-type]
     kind = text[text.index("struct Taps") : text.index("struct Args")].replace("#endif", "")
     walk = text.partition("// ---- windows")[2].partition("// ---- numbers")[0].partition("\n")[2]

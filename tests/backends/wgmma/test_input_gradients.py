@@ -364,7 +364,11 @@ def test_it_fits_into_shared_memory(name: str) -> None:
         assert way.product.bytes(way.shape) <= SHARED and way.shape.stages >= 3
 
 
-COMPILED = ["3x3", "3x3, half a tile of columns", *(n for n in CASES if "tiles of 136" in n or "masked" in n or n.endswith("kept, of 128"))]
+COMPILED = [
+    "3x3",
+    "3x3, half a tile of columns",
+    *(n for n in CASES if "tiles of 136" in n or "masked" in n or n.endswith("kept, of 128")),
+]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: kernels are not compiled here")

@@ -3,9 +3,9 @@
 No window is ever written: the GPU's copy engine gathers a tile of them, tap by tap, from an image that lies
 channels-last. So a region around a convolution is looked at as one around a product of two matrices that are not there,
 windows and weights; only how tiles of the first are fetched differs (`product.cu`). The input gradient of a convolution
-that visits every pixel is a convolution too (`transforms/backward_forms.py`). That of one of stride 2 is four of them, by
-the parity of a pixel: with 3x3 taps, one, two, two and four of these see a pixel. They are tiles of one product, whose
-weights are read as they lie, and what lies along its rows is copied as pixels that are two apart.
+that visits every pixel is a convolution too (`transforms/backward_forms.py`). That of one of stride 2 is four of them,
+by the parity of a pixel: with 3x3 taps, one, two, two and four of these see a pixel. They are tiles of one product,
+whose weights are read as they lie, and what lies along its rows is copied as pixels that are two apart.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Convolution(Product):
         return begin, Gathering(sizes, (over * matrix.stride, down * row, down * high * row), (0, 0), (0, 0), (1, 1))
 
     def window(self, blocks: int = BLOCKS) -> tuple[int, ...]:
-        """`Window` of product.cu, where so many blocks run. Tile by tile, each goes through all parities: by itself where
-        they are an odd number, else parities are turned whenever all blocks have made a tile."""
+        """`Window` of product.cu, where so many blocks run. Tile by tile, each goes through all parities: by itself
+        where they are an odd number, else parities are turned whenever all blocks have made a tile."""
         how = self.how
         turn = self.tiles if blocks % 2 or blocks < self.parities else blocks // self.parities
         pairs = (how.grid, how.stride, how.before, how.dilation, how.weights, how.apart)
