@@ -412,7 +412,7 @@ def test_natively(name: str, element: str) -> None:
     [(16, 128, 128, 28), (15, 256, 256, 28), (32, 512, 512, 7), (33, 256, 320, 14), (3, 192, 64, 30)],
 )
 def test_stages_of_a_network_natively(images: int, channels: int, columns: int, pixels: int) -> None:
-    """Blocks that make many tiles, of all parities; some end with a part of a tile."""
+    """Blocks that make many tiles, of all parities; some end with a part of a tile. Nothing is written behind it."""
     shape = (images, columns, 2 * pixels, 2 * pixels)
     types = types_of([(images, channels, pixels, pixels), (channels, columns, 3, 3), shape], BF16)
 
@@ -427,8 +427,11 @@ def test_stages_of_a_network_natively(images: int, channels: int, columns: int, 
         if isinstance(launch, Exception):
             raise launch
         tensors = tensors_of(region, "cuda")
+        more = torch.full((images + 1, 2 * pixels, 2 * pixels, columns), float("nan")).to("cuda", torch.bfloat16)
+        tensors[3] = more[:images].permute(0, 3, 1, 2)
         scratch = [torch.full(s.shape, float("nan"), dtype=s.dtype, device="cuda") for s in way.product.scratch]
         launch(*tensors, *scratch)
+        assert bool(more[images].isnan().all())
         dy, w, y, *made = tensors
         exact = (dy.double(), torch.zeros_like(y, dtype=torch.float64), w.double(), None, (2, 2), (1, 1), (1, 1))
         g = aten.convolution_backward(*exact, False, (0, 0), 1, [True, False, False])[0]
