@@ -88,10 +88,13 @@ def has_small_windows(op: Op) -> bool:
 
 
 def has_wide_windows(op: Op) -> bool:
-    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows."""
-    if op.name != "step.conv" or op.groups > 1 or op.transposed or len(op.stride) != 2 or has_small_windows(op):
+    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows, or
+    the input gradient of one."""
+    if op.name not in ("step.conv", "step.conv_input_grad") or has_small_windows(op):
         return False
-    return op.x.type.element.text in ("bf16", "f16")
+    if op.groups > 1 or op.transposed or len(op.stride) != 2:
+        return False
+    return op.w.type.element.text in ("bf16", "f16")
 
 
 @dataclass(slots=True)

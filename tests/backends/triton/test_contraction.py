@@ -134,7 +134,7 @@ def _(b, x, w, gate):
     return [y, b.sum(y, dims=(0, 1))]
 
 
-@case("sums over each image and all of them, of the product and of what lies beside it", (3, 70, 24), (52, 24), (3, 70, 52))
+@case("sums over each image, of the product and of what is beside it", (3, 70, 24), (52, 24), (3, 70, 52))
 def _(b, x, w, beside):
     y, gate = b.contract(x, w, spec="imk,nk->imn"), b.cast(b.silu(beside), dtype=F32)
     g = b.mul(b.cast(y, dtype=F32), gate)
@@ -498,7 +498,7 @@ def test_split_sums(child: Ask, name: str) -> None:
         "sum of squares, row sums, column sums",
         "dropout on store",
         "columns that pieces divide and tiles do not",
-        "sums over each image and all of them, of the product and of what lies beside it",
+        "sums over each image, of the product and of what is beside it",
     ],
 )
 def test_pieces(child: Ask, name: str) -> None:

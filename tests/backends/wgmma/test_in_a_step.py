@@ -27,10 +27,10 @@ from wholestep.transforms import again, side_by_side, tall_products, through_nor
 class Net(nn.Module):
     """A residual block without its residual: a norm before and behind the convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int) -> None:
         super().__init__()
         self.before, self.norm = nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)
-        self.middle, self.behind = nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64)
+        self.middle, self.behind = nn.Conv2d(64, 64, 3, stride, 1, bias=False), nn.BatchNorm2d(64)
         self.last = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +60,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "LEAST", 1024)
 
 
-def planned(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Planned, list[Region]]:
-    """The step of a model, and the regions with an op of this name that `wgmma` runs, as those of a CPU."""
+def planned(
+    model: nn.Module, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, size: int = 14
+) -> tuple[Planned, list[Region]]:
+    """The step of a model, and the regions with an op of these names that `wgmma` runs, as those of a CPU."""
     found: dict[str, Region] = {}
     guess = planning.Guessed.guess
 
     def noted(self: Any, region: Region) -> Any:
         chosen = guess(self, region)
-        if chosen.provider == "wgmma" and any(op.name == name for op in region.ops):
+        if chosen.provider == "wgmma" and any(op.name in names for op in region.ops):
             found[region.key] = replace(region, device=torch.device("cpu"))
         return chosen
 
@@ -75,7 +77,7 @@ def planned(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> tup
     work: Any = SimpleNamespace(
         model=model,
         loss_fn=nn.CrossEntropyLoss(),
-        batch=lambda seed, device: (torch.randn(12, 64, 14, 14), torch.randint(0, 10, (12,))),
+        batch=lambda seed, device: (torch.randn(12, 64, size, size), torch.randint(0, 10, (12,))),
         optimizer=lambda: (torch.optim.SGD(model.parameters(), lr=0.1), None),
     )
     return planning.planned(work), list(found.values())
@@ -91,16 +93,20 @@ def assert_run(region: Region, folder: Path) -> Product:
     return product
 
 
-def test_statistics_and_sums_are_taken_along_and_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [1, 2])
+def test_statistics_and_sums_are_taken_along_and_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stride: int
+) -> None:
     torch.manual_seed(0)
-    step, found = planned(Net(), "step.conv", monkeypatch)
+    step, found = planned(Net(stride), ("step.conv", "step.conv_input_grad"), monkeypatch, 14 * stride)
     assert sum(launch.provider == "wgmma" for launch in step.plan.launches) == 2
     sizes = []
     for number, region in enumerate(found):
         product = assert_run(region, tmp_path / str(number))
         assert isinstance(product, Convolution)
-        sizes.append((product.sums, len(product.reads), len(product.writes)))
-    assert sizes == [(2, 0, 1), (2, 1, 1)]  # statistics; sums of a gradient, with ReLU's mask from what the norm reads
+        sizes.append((product.parities, product.sums, len(product.reads), len(product.writes)))
+    # statistics; sums of a gradient, with ReLU's mask from what the norm reads
+    assert sorted(sizes) == [(1, 2, 0, 1), (stride**2, 2, 1, 1)]
 
 
 def test_what_a_product_read_is_not_copied_beside_a_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,7 +115,7 @@ def test_what_a_product_read_is_not_copied_beside_a_gradient(monkeypatch: pytest
     for name in ("LEAST", "SMALL"):
         monkeypatch.setattr(through_norm, name, 0)
     torch.manual_seed(0)
-    step, found = planned(Widening(), "step.concat", monkeypatch)
+    step, found = planned(Widening(), ("step.concat",), monkeypatch)
     assert not any(launch.name == "step.concat" for launch in step.plan.launches)
     for number, region in enumerate(found):  # as it was measured, and as it lies in the end
         product = assert_run(region, tmp_path / str(number))

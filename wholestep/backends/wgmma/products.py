@@ -90,8 +90,9 @@ class Shape:
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
 
-    #: whether the rows of its first factor are windows of an image (`windows.py`)
-    windowed = False
+    #: whether the rows of its first factor are windows of an image (`windows.py`), and in how many kinds rows come that
+    #: have tiles of their own
+    windowed, parities = False, 1
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
@@ -444,8 +445,13 @@ class Product:
         return shape if self.bytes(shape) <= SHARED else None
 
     @property
+    def high(self) -> int:
+        """Rows of tiles."""
+        return self.parities * -(-self.m // self.parities // ROWS)
+
+    @property
     def tiles(self) -> int:
-        return -(-self.m // ROWS) * -(-self.n // (self.columns // self.parts))
+        return self.high * -(-self.n // (self.columns // self.parts))
 
     @property
     def narrow(self) -> bool:
@@ -454,15 +460,15 @@ class Product:
 
     def partials(self, blocks: int = BLOCKS) -> int:
         """Partial sums of each column, where so many blocks run."""
-        return 2 * min(blocks, self.tiles) if self.narrow else -(-self.m // ROWS)
+        return 2 * min(blocks, self.tiles) if self.narrow else self.high
 
     @property
     def ragged(self) -> bool:
-        return bool(self.m % ROWS or self.n % (self.columns // self.parts))
+        return bool(self.m // self.parities % ROWS or self.n % (self.columns // self.parts))
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
-        rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
+        rows, columns = self.high, -(-self.n // (self.columns // self.parts))
         shapes: list[tuple[int, ...]] = [(self.partials(), self.n)] * self.sums
         shapes += [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
         shapes += [(columns, self.m)] * self.crossed
@@ -490,6 +496,7 @@ class Product:
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
             "WINDOW": int(self.windowed),
+            "PARITIES": self.parities,
             "BN": self.columns,
             "NARROW": int(self.narrow),
             "STAYS": int(shape.stays),
