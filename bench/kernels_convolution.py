@@ -2,10 +2,12 @@
 
 The 3x3 convolutions of ResNet-50 at 256 images, channels-last in bf16: forward with the statistics of BatchNorm, input
 gradients (convolutions with the kernel turned round, as a step has them) with ReLU's mask, its result once more and the
-sums of BatchNorm's gradient. Every kernel is compared with PyTorch in f32, small ones of odd sizes in f64, and says how
-far it is off; what is wrong or fails is named and not timed. Times are medians of CUDA graphs of six calls on rotating
-tensors, in turns. `python bench/kernels_convolution.py --out FILE.md` on a Hopper GPU, within a minute. Without one
-`--compile` says what kernels need (by nvcc), and `--dry` walks the same path with PyTorch's ops.
+sums of BatchNorm's gradient; those of stride 2, of Wide ResNet-50-2 at 128 images too, by the kernel as it is, with
+mask and sums. Every kernel is compared with PyTorch in f32, small ones of odd sizes in f64, and says how far it is off;
+what is wrong or fails is named and not timed. Times are medians of CUDA graphs of six calls on rotating tensors, in
+turns. `python bench/kernels_convolution.py --out FILE.md` on a Hopper GPU, within a minute. Without one
+`--compile` says what kernels need (by nvcc), and `--dry` walks the same path with PyTorch's ops. `--only dx/2` takes
+the input gradients of stride 2 alone.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ Launcher = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One convolution of square images. gradient: of its input, by the turned kernel; small: compared in f64 alone."""
+    """One convolution of square images. gradient: of its input, by the turned kernel where it visits every pixel;
+    small: compared in f64 alone."""
 
     images: int
     channels: int
@@ -78,11 +81,18 @@ class Case:
         return f"{kind}{size} {self.channels} -> {self.filters} at {self.images}x{self.pixels}x{self.pixels}{apart}"
 
     @property
+    def strided(self) -> bool:
+        """Whether it is an input gradient by the kernel as it is."""
+        return self.gradient and self.stride > 1
+
+    @property
     def padding(self) -> int:
         return self.dilation * (self.taps // 2)
 
     @property
     def out(self) -> int:
+        if self.strided:
+            return self.pixels * self.stride
         return (self.pixels + 2 * self.padding - self.dilation * (self.taps - 1) - 1) // self.stride + 1
 
     @property
@@ -92,13 +102,15 @@ class Case:
 
     @property
     def flops(self) -> int:
-        return 2 * self.images * self.out**2 * self.filters * self.channels * self.taps**2
+        windows = self.images * (self.pixels if self.strided else self.out) ** 2
+        return 2 * windows * self.filters * self.channels * self.taps**2
 
     @property
     def inputs(self) -> dict[str, Spec]:
         """What the whole reads: x (or a gradient), the kernel, and what is needed beside it."""
         n, c, f, p, out = self.images, self.channels, self.filters, self.pixels, self.out
-        found = {"x": image(n, c, p, p), "w": image(f, c, self.taps, self.taps)}
+        kernel = (c, f) if self.strided else (f, c)
+        found = {"x": image(n, c, p, p), "w": image(*kernel, self.taps, self.taps)}
         if self.gradient:  # a product's result, its rows as they lie
             found["pre"] = Spec((n, out, out, f), row_major((n, out, out, f)), BF16)
             found |= {name: Spec((f,), (1,), FLOAT) for name in ("mean", "rstd", "scale", "shift")}
@@ -128,6 +140,10 @@ def sums(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
     return [b.cast(act, dtype=ir_dtype(BF16)), *added]
 
 
+def sums_alone(b: Any, y: Value, v: dict[str, Value]) -> list[Value]:
+    return sums(b, y, v)[1:]
+
+
 def region(inputs: dict[str, Spec], build: Callable[[Any, dict[str, Value]], list[Value]], loops: bool) -> Region:
     types = [TensorType(s.shape, ir_dtype(s.dtype)) for s in inputs.values()]
     function = add_function(module(), "region", types)
@@ -152,21 +168,29 @@ class Job:
     back: Region | None = None
 
     def __post_init__(self) -> None:
-        case, after = self.case, sums if self.case.gradient else statistics
+        case, after = self.case, statistics
+        if case.gradient:
+            after = sums_alone if case.strided else sums
+        shape = (case.images, case.filters, case.out, case.out)
+
+        def alone(b: Any, v: dict[str, Value]) -> list[Value]:
+            if case.strided:
+                return [b.conv_input_grad(v["x"], v["w"], input_shape=shape, **case.window)]
+            return [b.conv(v["x"], v["w"], **case.window)]
 
         def all_of(b: Any, v: dict[str, Value]) -> list[Value]:
-            y = b.conv(v["x"], v["w"], **case.window)
+            (y,) = alone(b, v)
             return [y, *after(b, y, v)]
 
         both = {name: case.inputs[name] for name in ("x", "w")}
         beside = {name: spec for name, spec in case.inputs.items() if name not in both}
-        made = {"y": image(case.images, case.filters, case.out, case.out), **beside}
+        made = {"y": image(*shape), **beside}
         self.whole = region(case.inputs, all_of, False)
-        self.alone = region(both, lambda b, v: [b.conv(v["x"], v["w"], **case.window)], False)
+        self.alone = region(both, alone, False)
         self.rest = region(made, lambda b, v: after(b, v["y"], v), True)
-        if case.gradient:
+        if case.gradient and not case.strided:
             turned = {"x": both["x"], "w": image(case.channels, case.filters, case.taps, case.taps)}
-            like = {"input_shape": made["y"].shape, **case.window}
+            like = {"input_shape": shape, **case.window}
             self.back = region(turned, lambda b, v: [b.conv_input_grad(v["x"], v["w"], **like)], False)
 
 
@@ -177,10 +201,13 @@ def jobs(dry: bool) -> list[Job]:
         Case(2, 64, 15, 72, 1, 5, 2, small=True),
     ]
     few += [Case(5, 40, 9, 64, gradient=True, small=True), Case(3, 64, 16, 136, gradient=True, small=True)]
+    few += [Case(3, 64, p, f, 2, gradient=True, small=True) for p, f in ((8, 136), (5, 64))]
     sizes = ((64, 56), (128, 28), (256, 14), (512, 7))
     full = [Case(256, c, p, c, gradient=g) for g in (False, True) for c, p in sizes]
     full += [Case(256, c, p, c, 2) for c, p in ((128, 56), (256, 28), (512, 14))]
-    tiny = [Case(2, 64, 8, 64, gradient=g) for g in (False, True)]
+    full += [Case(256, c, p, c, 2, gradient=True) for c, p in ((128, 28), (256, 14), (512, 7))]
+    full += [Case(128, c, p, c, 2, gradient=True) for c, p in ((256, 28), (512, 14), (1024, 7))]
+    tiny = [Case(2, 64, 8, 64, s, gradient=g) for s, g in ((1, False), (1, True), (2, True))]
     return [Job(case) for case in ([*few, *tiny] if dry else [*few, *full])]
 
 
@@ -208,7 +235,10 @@ def drawn(case: Case, seed: int) -> dict[str, torch.Tensor]:
 def wanted(case: Case, v: dict[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The results by PyTorch in a wider type."""
     w = {name: t.to(dtype) for name, t in v.items()}
-    y = torch.nn.functional.conv2d(w["x"], w["w"], None, case.stride, case.padding, case.dilation)  # ("ieee": `main`)
+    if case.strided:
+        y = torch.nn.functional.conv_transpose2d(w["x"], w["w"], None, case.stride, case.padding, case.stride - 1)
+    else:  # ("ieee": `main`)
+        y = torch.nn.functional.conv2d(w["x"], w["w"], None, case.stride, case.padding, case.dilation)
     dims = (0, 2, 3)
     if not case.gradient:
         return [y, y.mean(dims), (y.var(dims, correction=0) + EPSILON).rsqrt()]
@@ -216,7 +246,7 @@ def wanted(case: Case, v: dict[str, torch.Tensor], dtype: torch.dtype) -> list[t
     normal = (w["pre"].permute(0, 3, 1, 2) - along["mean"]) * along["rstd"]
     act = (normal * along["scale"] + along["shift"]).relu()
     kept = torch.where(act > 0, y, 0.0)
-    return [y, act, kept.sum(dims), (kept * normal).sum(dims)]
+    return [y, *([] if case.strided else [act]), kept.sum(dims), (kept * normal).sum(dims)]
 
 
 def off(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
@@ -442,8 +472,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dry", action="store_true", help="small sizes alone, in seconds; without a GPU by PyTorch's ops"
     )
+    parser.add_argument("--only", choices=("all", "dx/2"), default="all", help="the input gradients of stride 2 alone")
     options = parser.parse_args(arguments)
-    every = jobs(options.dry)
+    every = [job for job in jobs(options.dry) if options.only == "all" or job.case.strided]
     if options.compile:
         if shutil.which("nvcc") is None:
             sys.exit("nvcc is not installed")

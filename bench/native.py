@@ -31,7 +31,7 @@ GENERATED = (
     "test_unrolled",
     "test_window_rows",
 )
-OTHERS = ("test_embedding_grad", "wgmma/test_wgmma", "wgmma/test_windows")
+OTHERS = ("test_embedding_grad", "wgmma/test_wgmma", "wgmma/test_windows", "wgmma/test_input_gradients")
 SUITE = [*(f"{FOLDER}/triton/{name}.py" for name in GENERATED), *(f"{FOLDER}/{name}.py" for name in OTHERS)]
 #: processes that share the tests
 AT_ONCE = 14

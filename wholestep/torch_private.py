@@ -256,14 +256,19 @@ def cudnn_off() -> Iterator[None]:
         torch._C._set_cudnn_enabled(before)
 
 
+#: what PyTorch has kernels of for GPUs and not for CPUs: products of 16-bit numbers that give f32
+GPUS_ALONE = frozenset({"aten::mm.dtype_out", "aten::bmm.dtype_out"})
+
+
 def has_kernel(operator: Any, device: str) -> bool:
-    """Whether an operator has a kernel written for this kind of device; where torch has none, that of the CPU tells."""
+    """Whether an operator has a kernel written for this kind of device. Where torch has none, that of the CPU tells, or
+    that there is one for GPUs alone."""
     schema = operator._schema
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     key = {"cuda": "CUDA"}.get(device, "CPU")
     if key == "CUDA" and not has("aten::add.out", "CUDA"):
-        key = "CPU"
+        return name in GPUS_ALONE or has(name, "CPU")
     return has(name, key)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import wholestep as ws
 from tests.dialects.step.samples import SAMPLES
 from wholestep.backends import kernels
-from wholestep.backends.kernels import COPY, NEW, OUT, Number, Operand, Spec, out_form, trace
+from wholestep.backends.kernels import COPY, NEW, OUT, VIEW, Number, Operand, Spec, out_form, trace
 from wholestep.dialects.step import StepBuilder, step, tensor_type
 from wholestep.ir.builtin import add_function, finish_function, module
 from wholestep.plan.planner import planned_function
@@ -92,6 +92,18 @@ def test_others_make_their_result_and_say_so() -> None:
     )
     assert not why and [s.kind for s in kernel.steps] == [NEW]
     assert kernel.allocates and kernel.makes >= 3 * 4 * 4
+
+
+def test_products_that_give_f32_are_written_to_their_place_on_a_gpu() -> None:
+    """Also as a build of PyTorch without CUDA plans them: it has no such kernel itself."""
+    short = [Spec((32, 16), (16, 1), torch.bfloat16), Spec((32, 24), (24, 1), torch.bfloat16)]
+    made = Spec((16, 24), (24, 1), torch.float32)
+    kernel, why = trace(
+        lambda x, y: torch.mm(x.T, y, out_dtype=torch.float32), [Operand(s, "cuda") for s in short], [made],
+        torch.device("cuda"),
+    )  # fmt: skip
+    assert not why and [s.kind for s in kernel.steps if s.kind != VIEW] == [OUT] and not kernel.allocates
+    assert out_form(torch.ops.aten.mm.dtype, "cpu") is None
 
 
 def test_what_may_be_written_over() -> None:

@@ -42,14 +42,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def distinct_bytes(tensors: list[torch.Tensor]) -> dict[Any, int]:
-    """Bytes of each distinct tensor; of a broadcast one those it shows."""
+    """Bytes of each distinct tensor, a matrix and its transpose being one; of a broadcast one those it shows."""
     out = {}
     for t in tensors:
-        dims = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1]
         places = {0}
-        for n, s in dims:
+        for n, s in zip(t.shape, t.stride(), strict=True):
             places = {p + i * s for p in places for i in range(n)} if s else places
-        out[t.data_ptr(), t.element_size(), *dims] = len(places) * t.element_size() if t.numel() else 0
+        out[t.data_ptr(), t.element_size(), frozenset(places)] = len(places) * t.element_size() if t.numel() else 0
     return out
 
 

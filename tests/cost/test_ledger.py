@@ -69,6 +69,23 @@ def test_broadcast_operands_count_their_own_bytes_and_equal_operands_once():
     ]
 
 
+def test_a_product_of_a_matrix_with_itself_reads_it_once():
+    """As one that many tiles read; of other parts of a matrix each counts, whether or not they overlap."""
+
+    def build(b, x):
+        seen, whole = b.reshape(x, shape=(24, 8)), b.reshape(x, shape=(4, 6, 8))
+        upper, lower = (b.slice(seen, dim=0, start=start, end=start + 16) for start in (0, 8))
+        return (
+            b.contract(seen, seen, spec="kz,kc->zc"),
+            b.contract(whole, seen, spec="ijz,cz->ijc"),
+            b.contract(upper, lower, spec="kz,kc->zc"),
+        )
+
+    ledger = ledger_of({"x": f32(24, 8)}, build)
+    read = [sum(m.bytes for m in k.moves if not m.written) for k in ledger.kernels]
+    assert read == [4 * 24 * 8, 4 * 24 * 8, 2 * 4 * 16 * 8]
+
+
 def test_what_an_operator_allocates_is_copied_to_its_place():
     """On a CPU LayerNorm makes its results itself: 6x8 values, and two numbers per row that nobody reads."""
 

@@ -93,7 +93,7 @@ def side_by_side(b: Any, x: Value, z: Value, w: Value, scale: Value, shift: Valu
     g = b.transpose(b.exp(z), order=LAST)
     d = b.transpose(b.relu(b.cast_to(normal(b, x, scale, shift), BF16)), order=LAST)
     both = b.concat([g, d], dim=3)
-    both.op.attributes[HELD] = True
+    both.op.attributes[HELD] = 0
     wide = b.concat([w, b.slice(w, dim=1, start=0, end=NARROW)], dim=1)
     back = b.contract(both, wide, spec="nhwc,oc->nhwo")
     made = b.contract(both, d, spec="nhwa,nhwc->ac", wide=True)

@@ -19,7 +19,7 @@ from wholestep.ir.passes import run_pipeline
 from wholestep.ir.types import BF16, F32, TensorType
 from wholestep.ir.verify import verify
 from wholestep.runtime.executor import Executable
-from wholestep.transforms import through_norm
+from wholestep.transforms import tall_products, through_norm
 from wholestep.transforms.opportunity import check_patterns, take, transform
 from wholestep.transforms.through_norm import ThroughNorm
 
@@ -111,6 +111,18 @@ def test_backward_reads_the_product_no_more() -> None:
                     late += [user.name] if user.phase == "backward" else []
                     seen += user.results if user.name == "step.transpose" else []
             assert late == []
+
+
+@pytest.mark.parametrize("ridge", [256, 0])
+def test_products_with_x_are_one_where_they_wait_for_it(ridge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are two, so that nobody but an input's gradient reads x beside the norm's."""
+    monkeypatch.setattr(tall_products, "RIDGE", ridge)
+    case = case_of()
+    take(case.program.module, NAMES)
+    run_pipeline(case.program.module, "cse,dce")
+    joins = [o for o in case.program.function.regions[0].block if o.name == "step.concat" and o.result.type.rank == 4]
+    readers = [sorted(bool(u.wide) for u in op.result.uses) for op in joins]
+    assert readers == [[False, True] if ridge else [False]] * 2
 
 
 @pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 3, 2, 1), (2, 0, 3, 1)])

@@ -63,7 +63,7 @@ def joined(function: Op, clock: Clock, able: Any) -> list[list[str]]:
     dissolve(function, lambda op: True)
     for got, want in zip(Executable(function)(inputs), wanted, strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=2e-2, atol=2e-2)
-    return [names for names in kernels if "step.contract" in names or "step.conv" in names]
+    return [names for names in kernels if {"step.contract", "step.conv", "step.conv_input_grad"} & {*names}]
 
 
 def bodies_of(function: Op) -> list[Op]:
@@ -128,6 +128,14 @@ def norm_gradient(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
     return [g, *sums]
 
 
+def strided_gradient(b: Any, x: Value, w: Value, pre: Value) -> list[Value]:
+    """The same, of a convolution of stride 2."""
+    window = WINDOW | {"stride": (2, 2)}
+    g, before = b.conv_input_grad(x, w, input_shape=pre.type.shape, **window), b.cast(pre, dtype=F32)
+    kept = b.select(b.le(before, 0.0), 0.0, b.cast(g, dtype=F32))
+    return [g, *(b.sum(v, dims=(0, 2, 3)) for v in (kept, b.mul(kept, before)))]
+
+
 WINDOW = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
 
@@ -140,6 +148,17 @@ def convolution(build: Any) -> Op:
 def test_what_reads_a_convolution_is_taken_along(build: Any, op: str) -> None:
     (names,) = joined(convolution(build), Clock(), anything)
     assert "step.conv" in names and op in names
+
+
+def strided() -> Op:
+    shapes = [(2, 24, 3, 4), (24, 32, 3, 3), (2, 32, 6, 8)]
+    return program([TensorType(s, BF16) for s in shapes], strided_gradient)
+
+
+def test_what_reads_an_input_gradient_of_stride_2_is_taken_along() -> None:
+    (names,) = joined(strided(), Clock(), anything)
+    assert {"step.conv_input_grad", "step.select", "step.sum"} <= {*names}
+    assert joined(strided(), Clock(faster=False), anything) == joined(strided(), Clock(), lambda *_: False) == []
 
 
 @pytest.mark.parametrize(

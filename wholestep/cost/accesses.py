@@ -75,6 +75,19 @@ class Place:
         steps = [(n, s) for n, s in zip(self.shape, self.strides, strict=True) if n != 1]
         return (self.memory, self.offset, self.element, *steps)
 
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """Equal for the same elements in whatever order, as of a matrix and its transpose."""
+        steps: list[tuple[int, int]] = []
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size == 1 or not stride:
+                continue
+            if steps and stride == steps[-1][0] * steps[-1][1]:
+                steps[-1] = (steps[-1][0] * size, steps[-1][1])
+            else:
+                steps.append((size, stride))
+        return (self.memory, self.offset, self.element, *steps)
+
     def part(self, count: int, number: int) -> Place:
         """One of `count` equal parts along the first dimension."""
         rows = self.shape[0] // count
@@ -246,8 +259,9 @@ class Frame:
                     access = Access(place, touch.written, place.bytes, number, number < 0)
                     if not touch.written and touch.tensor < len(most):
                         access = limited(access, most[touch.tensor] * place.element)
-                    other = found.get((touch.written, place.key), access)
-                    found[touch.written, place.key] = max(access, other, key=lambda a: a.bytes)
+                    held = place.key if touch.written else place.held  # (what is read twice comes from memory once)
+                    other = found.get((touch.written, held), access)
+                    found[touch.written, held] = max(access, other, key=lambda a: a.bytes)
             call = list(found.values())
             if operator.kind == COPY and len(call) == 2 and call[0].place.key == call[1].place.key:
                 continue  # onto itself

@@ -228,8 +228,8 @@ def named(op: Op | None) -> str:
 # ---- before ops become kernels ---------------------------------------------------------------------------------------
 
 
-def held_back(function: Op, device: torch.device) -> list[Op]:
-    """Concatenations that should be no part of a kernel.
+def held_back(function: Op, device: torch.device) -> dict[Op, int]:
+    """Concatenations that should be no part of a kernel, and the bytes of their parts that are copied.
 
     One that a library reads lies in memory in any case, and what libraries make, or read as well, would be written and
     read once more for it. A kernel that makes the parts itself would write nothing but the concatenation either, and
@@ -238,7 +238,7 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
     """
     laid = {op: row_major(op.result.type.shape) for op in function.regions[0].block if op.definition is Concat}
     joins = find_joins(function, laid, {}, device, loops=True)
-    found = []
+    found: dict[Op, int] = {}
     for op in joins.strides:
         inner = [join for join, place in joins.inner.items() if place.join is op]
         gains = [v for v, part in joins.parts.items() if part.join is op and is_in_memory(v, (op, *inner))]
@@ -246,7 +246,9 @@ def held_back(function: Op, device: torch.device) -> list[Op]:
         again = 0 if all(map(is_library, readers)) else whole
         saved = 2 * sum(v.type.bytes for v in gains) - again
         if (any(map(is_library, readers)) and saved > GAIN * whole) or all(map(is_total, op.operands)):
-            found += [op, *inner]
+            for join in (op, *inner):
+                rest = [v for v in join.operands if base(v) not in joins.parts and base(v).op not in inner]
+                found[join] = sum(v.type.bytes for v in rest)
     return found
 
 

@@ -185,8 +185,8 @@ class _Planner:
         if self.choices is None:
             return joined.within_peak(joined), None
         takes, held = self.choices.takes, held_back(function, self.device)
-        for op in held:
-            op.attributes[HELD] = True
+        for op, copied in held.items():
+            op.attributes[HELD] = copied
         fusion = fuse(
             function,
             numbers,

@@ -46,6 +46,7 @@ from .regions import (
     readers_of,
 )
 from .remembered import Keeper, digest_of, recall, remember
+from .side_by_side import join_parts
 from .sliced_products import join_sliced
 from .tall_products import join_tall
 from .wide_products import first_wide, join_wide
@@ -380,7 +381,8 @@ class Fuser:
         groups = join_attention(self, join_around(self, compute_again(self, groups)))
         if self.seconds is None:
             return groups
-        groups = join_sums(self, join_wide(self, join_tall(self, groups, lambda: first_wide(self))))
+        groups = join_parts(self, join_wide(self, join_tall(self, groups, lambda: first_wide(self))))
+        groups = join_sums(self, groups)
         return join_sliced(self, groups) if self.products else groups
 
     def join_makers(self, op: Op) -> None:

@@ -19,7 +19,8 @@ from . import attention_sides
 from .expand import expand_where, has_expansion
 from .loops import NotLoops, is_primitive, lowered
 
-#: an attribute of ops that are kept out of kernels for now, such as concatenations whose parts are written in place
+#: an attribute of ops that are kept out of kernels for now, such as concatenations whose parts are written in place:
+#: the bytes of parts that are copied there
 HELD = "plan.held"
 #: a kernel has at most so many tensors, and so many ops
 POINTERS, OPS = 30, 240

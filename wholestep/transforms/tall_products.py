@@ -88,10 +88,13 @@ def has_small_windows(op: Op) -> bool:
 
 
 def has_wide_windows(op: Op) -> bool:
-    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows."""
-    if op.name != "step.conv" or op.groups > 1 or op.transposed or len(op.stride) != 2 or has_small_windows(op):
+    """Whether an op is a convolution of 16-bit images over so many channels that it is a product of their windows, or
+    the input gradient of one."""
+    if op.name not in ("step.conv", "step.conv_input_grad") or has_small_windows(op):
         return False
-    return op.x.type.element.text in ("bf16", "f16")
+    if op.groups > 1 or op.transposed or len(op.stride) != 2:
+        return False
+    return op.w.type.element.text in ("bf16", "f16")
 
 
 @dataclass(slots=True)
@@ -103,11 +106,18 @@ class Choice:
     apply: Callable[[], None]
     #: who makes and who reads what lies between them, pair by pair (of kernels beside each other, one of each)
     pairs: Sequence[tuple[Op, Op]] = ()
+    #: of a concatenation among the old ones that lies in place: itself, and the share of it that is copied there
+    join: Piece | None = None
+    copied: float = 1.0
 
     @property
     def saved(self) -> int:
         """Bytes that move less."""
-        return sum(map(bytes_of, self.old)) - sum(map(bytes_of, self.new))
+        return round(self.before([bytes_of(piece) for piece in self.old])) - sum(map(bytes_of, self.new))
+
+    def before(self, each: Sequence[float]) -> float:
+        """What the old ones take together, of bytes or seconds that each has."""
+        return sum(own * self.copied if piece is self.join else own for own, piece in zip(each, self.old, strict=True))
 
     @property
     def worth_it(self) -> bool:
@@ -166,8 +176,8 @@ def take_faster(fuser: Fuser, choices: Iterable[Choice], later: Iterable[Choice]
     if fuser.expect is not None:
         fuser.expect([p for c in later for p in (*c.old, *c.new)], laid)
     times = iter(fuser.seconds([p for c in wanted for p in (*c.old, *c.new)], laid))
-    taken = [tuple(sum(next(times) for _ in side) for side in (c.old, c.new)) for c in wanted]
-    for choice, (before, after) in zip(wanted, taken, strict=True):
+    for choice in wanted:
+        before, after = choice.before([next(times) for _ in choice.old]), sum(next(times) for _ in choice.new)
         if after < (before if choice.saved <= 0 else TIE * before):
             choice.apply()
             continue

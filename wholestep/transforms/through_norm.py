@@ -139,9 +139,9 @@ class ThroughNorm(Transformation):
             gradient = b.transpose(gradient, order=tuple(dims.index(d) for d in range(rank)))
         both = b.concat([gradient, site.x], dim=rank - 1) if lies_beside(op, site) else None
         spec = f"{out},{rows}->{channel}{inner}"
-        if both is None or has_square(site):
+        if both is None or has_square(site) or not is_tall(site.own.op):
             product, square = b.contract(gradient, site.x, spec=spec, wide=True), square_of(b, site)
-        else:  # both products read x, so that they are one: of the gradient with x beside it, in one memory
+        else:  # both products read x and wait for it, so that they are one: of the gradient with x beside it
             made = b.contract(both, site.x, spec=spec, wide=True)
             product = b.slice(made, dim=0, start=0, end=channels)
             square = b.slice(made, dim=0, start=channels, end=made.type.shape[0])

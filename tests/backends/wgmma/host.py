@@ -119,11 +119,12 @@ extern "C" void run(
 GATHER = r"""
 struct Image { int sizes[4], lower[2], upper[2], steps[2]; long strides[3]; };
 extern "C" void gather(
-    const u16* image, const Image* box, const Window* window, int m, int k, u16* windows, const u16* weights, int n,
-    u16* rows) {
-    const int steps = steps_of(*window, k), width = steps * BK;
+    const u16* image, const Image* box, const Window* window, int m, int parity, u16* windows, const u16* weights,
+    int n, u16* rows, int* numbers) {
+    const int steps = steps_of(*window, parity), width = steps * BK, channels = window->channels;
+    for (int row = 0; row < m; ++row) numbers[row] = number_of(*window, row, parity);
     for (int row = 0; row < m; row += 128) {
-        Walk walk(*window, row);
+        Walk walk(*window, row, parity);
         for (int step = 0; step < steps; ++step, walk.next(*window)) {
             int x = walk.x, y = walk.y, at = walk.image;
             for (int i = 0; i < 128; ++i) {
@@ -142,8 +143,10 @@ extern "C" void gather(
             }
             for (int r = 0; row == 0 && r < n; ++r)
                 for (int c = 0; c < BK; ++c) {
-                    const int from = walk.weight(*window) + c;
-                    rows[(long)r * width + step * BK + c] = from < k ? weights[(long)r * k + from] : 0;
+                    const int tap = walk.tap(*window), channel = walk.channel + c;
+                    const long row = ALONG_B ? channel : r, column = ALONG_B ? r : channel;
+                    const long at = (row * TAPS + tap) * (ALONG_B ? n : channels) + column;
+                    rows[(long)r * width + step * BK + c] = channel < channels ? weights[at] : 0;
                 }
         }
     }
@@ -151,26 +154,35 @@ extern "C" void gather(
 """
 
 
-def gathered(product: Convolution, tensors: Sequence[torch.Tensor], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows and weights as tiles have them, step by step; after the last window there is nothing but zeros."""
+def convolved(product: Convolution, tensors: Sequence[torch.Tensor], folder: Path) -> torch.Tensor:
+    """Sums of windows and weights as tiles have them, step by step. After the last window there are zeros alone."""
     text = product.source(product.shape())  # type: ignore[arg-type]
-    kind = next(line for line in text.splitlines() if line.startswith("struct Window"))
+    kind = text[text.index("struct Taps") : text.index("struct Args")].replace("#endif", "")
     walk = text.partition("// ---- windows")[2].partition("// ---- numbers")[0].partition("\n")[2]
     source, made = folder / "gather.cpp", folder / "gather.so"
-    source.write_text(f"#define WINDOW 1\n#define BK {SUMMED}\n{TYPES}{kind}\n{walk}{GATHER}")
+    taps = product.op.w.type.shape[2] * product.op.w.type.shape[3]
+    given = {"WINDOW": 1, "BK": SUMMED, "PARITIES": product.parities, "ALONG_B": int(product.along_b), "TAPS": taps}
+    defined = "".join(f"#define {name} {value}\n" for name, value in given.items())
+    source.write_text(f"{defined}{TYPES}{kind}\n{walk}{GATHER}")
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", "-o", str(made), str(source)], check=True)
-    how, window = product.gathering, (ctypes.c_int * 10)(*product.window)
+    how, window = product.gathering, (ctypes.c_int * len(product.window()))(*product.window())
     numbers = (ctypes.c_int * 16)(*how.sizes, *how.lower, *how.upper, *how.steps)
     strides = (ctypes.c_long * 3).from_buffer(numbers, 40)
     strides[:] = how.strides
     image, weights = (tensors[product.places[m.argument].argument] for m in (product.a, product.b))
-    width = -(-image.shape[1] // SUMMED) * SUMMED * (product.k // image.shape[1])
-    tall = -(-product.m // ROWS) * ROWS
-    windows, rows = (torch.full((n, width), float("nan"), dtype=image.dtype) for n in (tall, product.n))
-    at = [ctypes.c_void_p(t.data_ptr()) for t in (image, windows, weights, rows)]
-    ctypes.CDLL(str(made)).gather(at[0], numbers, window, product.m, product.k, at[1], at[2], product.n, at[3])
-    assert not windows[product.m :].any()
-    return windows[: product.m].float(), rows.float().T
+    high = product.m // product.parities
+    sums = torch.full((product.m, product.n), float("nan"))
+    for parity, own in enumerate(product.how.taps):
+        width = -(-image.shape[1] // SUMMED) * SUMMED * own.all
+        shapes = ((-(-high // ROWS) * ROWS, width), (product.n, width))
+        windows, rows = (torch.full(shape, float("nan"), dtype=image.dtype) for shape in shapes)
+        places = torch.full((high,), -1, dtype=torch.int32)
+        at = [ctypes.c_void_p(t.data_ptr()) for t in (image, windows, weights, rows, places)]
+        library = ctypes.CDLL(str(made))
+        library.gather(at[0], numbers, window, high, parity, at[1], at[2], product.n, at[3], at[4])
+        assert not windows[high:].any()
+        sums[places.long()] = windows[:high].float() @ rows.float().T
+    return sums
 
 
 def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None:
@@ -196,12 +208,15 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
         whole = tensors[own.argument]
         return whole.as_strided((own.rows, own.columns), (own.stride, 1), whole.storage_offset() + own.begin).float()
 
+    beside = torch.zeros(0)
     if isinstance(product, Convolution):
-        left, right = gathered(product, tensors, folder)
+        sums = convolved(product, tensors, folder)
     else:
-        left = matrix(product.a).T if product.along_a else matrix(product.a)
+        sides = [matrix(side) for side in product.sides]
+        left = torch.cat(sides).T if product.along_a else torch.cat(sides, 1)
         right = matrix(product.b) if product.along_b else matrix(product.b).T
-    sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
+        sums = torch.stack([left @ right[:, b : b + product.n] for b in product.begins]).contiguous()
+        beside = (beside, left.sum(1), right.sum(0))[product.aside].contiguous()
     partial = [torch.full((-(-product.m // ROWS), product.n), float("nan")) for _ in range(product.sums)]
     crossed = [torch.full((-(-product.n // COLUMNS), product.m), float("nan")) for _ in range(product.crossed)]
     given = [map(pointer, own) for own in (product.vectors, product.heights, product.tables)]
@@ -217,7 +232,6 @@ def run(product: Product, tensors: Sequence[torch.Tensor], folder: Path) -> None
         tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
     for own in (product.masks, product.packed):
         tables.append((ctypes.c_long * (len(own) + 1))(*(m.stride for m in own), 0))
-    beside = (torch.zeros(0), left.sum(1), right.sum(0))[product.aside].contiguous()
     summed = (ctypes.c_void_p(beside.data_ptr()), ctypes.c_long(beside.numel()))
     ctypes.CDLL(str(made)).run(ctypes.c_void_p(sums.data_ptr()), words, *tables, *summed)
 

@@ -188,6 +188,33 @@ def _(b, x, w, bits):
     return [b.select(b.unpack_bits(bits, dim=1), 0.0, y), b.pack_bits(b.le(y, 0.0), dim=1)]
 
 
+@case(
+    "a gradient beside what a norm read, mask and sums of columns",
+    (2, 100, 128), (2, 100, 64), (2, 100, 32), (N, 224), (2, 100, N), ((N,), F32),
+)  # fmt: skip
+@case(
+    "a gradient beside what a norm read, in whole tiles",
+    (2, 128, 64), (2, 128, 128), (2, 128, 64), (256, 256), (2, 128, 256), ((256,), F32),
+)  # fmt: skip
+def _(b, dy, x, more, w, beside, away):
+    y = b.contract(b.concat([dy, x, more], dim=2), w, spec="abk,nk->abn")
+    y = b.cast(b.add(b.cast(y, dtype=F32), away), dtype=dy.type.element)
+    y = b.select(b.le(beside, 0.0), 0.0, y)
+    wide = b.cast(y, dtype=F32)
+    return [y, b.sum(wide, dims=(0, 1)), b.sum(b.mul(wide, b.cast(beside, dtype=F32)), dims=(0, 1))]
+
+
+@case("tensors one below another, along the result", (64, M), (96, M), (160, N))
+def _(b, x, more, y):
+    return b.contract(b.concat([x, more], dim=0), y, spec="km,kn->mn")
+
+
+@case("tensors side by side, summed up for a bias", (128, M), (32, M), (160, N))
+def _(b, x, more, y):
+    both = b.concat([x, more], dim=0)
+    return [b.contract(both, y, spec="km,kn->mn"), b.sum(b.cast(both, dtype=F32), dims=(0,))]
+
+
 def types_of(inputs: Sequence[Any], element: ScalarType) -> list[TensorType]:
     pairs = [(i[0], i[1]) if i[1:] in ((F32,), (UI8,)) else (i, element) for i in inputs]
     return [TensorType(shape, kind) for shape, kind in pairs]
@@ -257,6 +284,14 @@ REFUSED = {
     "other sums": ([(M, K), (N, K)], lambda b, x, w: all_summed(b, b.contract(x, w, spec="mk,nk->mn"))),
     "counts along something else": ([(M, K), (N, K)], lambda b, x, w: numbered(b, b.contract(x, w, spec="mk,nk->mn"))),
     "holds no 16-bit": ([(M, K), (N, K)], lambda b, x, w: b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32)),
+    "meet within what": (
+        [(M, 96), (M, 64), (N, 160)],
+        lambda b, x, y, w: b.contract(b.concat([x, y], dim=1), w, spec="mk,nk->mn"),
+    ),
+    "factor is computed": (
+        [(M, 64), (M, 64), (N, 128)],
+        lambda b, x, y, w: b.contract(b.concat([x, b.exp(y)], dim=1), w, spec="mk,nk->mn"),
+    ),
     "is no product": ([(M, K)], lambda b, x: b.exp(x)),
 }  # fmt: skip
 
@@ -348,6 +383,24 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+def test_tensors_side_by_side_have_a_map_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their own columns and rows, and where each begins among what is summed comes last."""
+    name = "a gradient beside what a norm read, mask and sums of columns"
+    product = product_of(region_of(types_of(CASES[name][0], BF16), CASES[name][1]))
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(library, "tensor_map", lambda *given: made.append(given) or bytes(128))
+    data = ways.arguments_of(product, product.shape(), [1 << (10 + i) for i in range(11)])
+    assert made[:3] == [
+        (1 << (10 + i), torch.bfloat16, (200, wide), wide, (64, 128)) for i, wide in enumerate((128, 64, 32))
+    ]
+    assert made[3][0] == 1 << 13 and made[3][2] == (N, 224)
+    text = product.source(product.shape())
+    assert "#define SIDES 3\n" in text and product.source(product.shape()).count("224") == 0
+    numbers = [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+    at = next(i for i in range(len(numbers)) if numbers[i : i + 3] == [product.m, product.n, product.k])
+    assert numbers[at + 7 : at + 12] == [0, 0, 0, 128, 192]  # behind strides of bits
+
+
 def test_sums_of_one_column_of_tiles_are_added_up_by_warpgroups() -> None:
     """So a few hundred partial sums are left, however many rows there are, and zeros of warpgroups without a tile."""
     build = CASES["gelu' (tanh), gelu again and sums of columns"][1]
@@ -372,6 +425,8 @@ COMPILED = [
     "halves of heads of 64 turned by positions",
     "bits decide what stays, others are kept, sums of columns",
     "bits of whole tiles",
+    "a gradient beside what a norm read, in whole tiles",
+    "tensors side by side, summed up for a bias",
 ]
 
 

@@ -286,9 +286,10 @@ def test_arguments_lie_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     assert [w for w in words[: 16 * 5] if w] == [1 << 10, 1 << 11, 1 << 12]
     numbers = data[16 * 5 * 8 + 8 * 8 :]
-    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 76, 4)]
+    found = [int.from_bytes(numbers[i : i + 4], "little") for i in range(0, 112, 4)]
     assert found[:9] == [product.m, product.n, product.k, shape.group, product.partials(), 0, 0, 0, 0]
-    assert found[9:] == [64, 3, 12, 6, 1, 2, 3, 1, 3, 1]
+    assert found[9:23] == [64, 12, 6, 1, 2, 3, 1, 3, 1, 3, 1, 1, 1, 132]
+    assert found[23:] == [3, 9, 0, 0, 0]
     assert len(data) % 64 == 0
 
 

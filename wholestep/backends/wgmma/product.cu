@@ -12,6 +12,12 @@
 // They are gathered by the copies themselves, which know how an image is walked; the tiles are then those of a product.
 // Where there is one column of tiles and all its weights fit, a block fetches them once (STAYS).
 //
+// The first factor may be SIDES tensors side by side along what is summed: every step is read from one of them.
+//
+// The input gradient of a convolution of stride 2 is four such products, by the parity of a pixel (PARITIES): each has
+// taps of its own and a quarter of the pixels, every second one of every second row. A tile is of one parity; what lies
+// along its rows is then copied as pixels, by a map for each parity.
+//
 // Where a factor is summed up as well, such as a gradient for that of a bias, two more warps of the third do that.
 //
 // What follows is generated: `around` for an element, `vectors` for what lies along columns, `heights` for what lies along
@@ -20,7 +26,7 @@
 // rows, NTABLE tensors that are looked up by row and column, NMASK and NPACKED tensors of bits that are read and written
 // (32 bits for the columns of a tile that a thread has in a row, two of every eight; a byte for 32 columns), NSUM sums over rows, NACROSS sums over columns, ALONG_A,
 // ALONG_B (whether a factor lies along rows or columns instead of along what is summed), PARTS, TURN, RAGGED (whether
-// tiles reach over the edge), WINDOW, STAYS, BN (columns of a tile), NARROW (whether there is one column of tiles), ASIDE
+// tiles reach over the edge), WINDOW, PARITIES (1 where all pixels have the same taps), STAYS, BN (columns of a tile), NARROW (whether there is one column of tiles), ASIDE
 // (0, or which factor is summed up: 1, 2), STAGES, AHEAD (pieces of 64 columns that are read ahead), DEPTH (places per result without something to read), FACTOR
 // (the type of factors).
 
@@ -40,45 +46,68 @@ typedef unsigned short u16;
 struct __align__(64) Map { u64 words[16]; };
 
 #if WINDOW
-struct Window { int channels, taps_x, p, q, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x; };
+// of the pixels of one parity: taps in a row, all taps, where the first lies in a window and which weights it has
+struct Taps { int x, all, over, down, first; };
+// p, q: rows and columns of windows; weight_y, weight_x: from tap to tap among weights; apart_y, apart_x: pixels of one
+// parity; turn: tiles of a parity after which blocks go on to the next
+struct Window {
+    int channels, p, q, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x, weight_y, weight_x, apart_y, apart_x, turn;
+    Taps taps[PARITIES];
+};
 #endif
 
 struct Args {
-    Map a, b, in[NIN + 1], out[NOUT + 1];
+    Map a[SIDES], b, in[NIN * PARITIES + 1], out[NOUT * PARITIES + 1];
     const void *vec[NVEC + 1], *row[NROW + 1], *table[NTABLE + 1];
     float *part[NSUM + 1], *across[NACROSS + 1];  // the last of part: sums of a factor
     void* end[NEND + 1];
     const unsigned char* mask[NMASK + 1];
     unsigned char* packed[NPACKED + 1];
-    int m, n, k, group, partials, begin[2];  // partials: rows of part
+    int m, n, k, group, partials, begin[2];  // m: of one parity; partials: rows of part
     int mask_stride[NMASK + 1], packed_stride[NPACKED + 1];
 #if WINDOW
     Window window;
+#endif
+#if SIDES > 1
+    int side[SIDES];  // where each of them begins
 #endif
 };
 
 // ---- windows --------------------------------------------------------------------------------------------------------
 
 #if WINDOW
+// The window, or the pixel of a parity, that a row is.
+struct Pixel {
+    int x, y, image;
+    __device__ Pixel(const Window& w, int row) : x(row % w.q), y(row / w.q % w.p), image(row / (w.q * w.p)) {}
+};
 // Where a tile's windows begin, and what of them is fetched next.
 struct Walk {
-    int x, y, image, channel, tap, tap_x, tap_y;
-    __device__ Walk(const Window& w, int row)
-        : x(row % w.q * w.stride_x - w.padding_x), y(row / w.q % w.p * w.stride_y - w.padding_y), image(row / (w.q * w.p)),
-          channel(0), tap(0), tap_x(0), tap_y(0) {}
-    __device__ __forceinline__ u16 over(const Window& w) const { return (u16)(tap_x * w.dilation_x); }
-    __device__ __forceinline__ u16 down(const Window& w) const { return (u16)(tap_y * w.dilation_y); }
-    // where the same lies in a row of weights
-    __device__ __forceinline__ int weight(const Window& w) const { return tap * w.channels + channel; }
+    const Taps& taps;
+    int x, y, image, channel, tap_x, tap_y;
+    __device__ Walk(const Window& w, int row, int parity) : taps(w.taps[parity]), channel(0), tap_x(0), tap_y(0) {
+        const Pixel first(w, row);
+        x = first.x * w.stride_x - w.padding_x, y = first.y * w.stride_y - w.padding_y, image = first.image;
+    }
+    __device__ __forceinline__ u16 over(const Window& w) const { return (u16)(taps.over + tap_x * w.dilation_x); }
+    __device__ __forceinline__ u16 down(const Window& w) const { return (u16)(taps.down + tap_y * w.dilation_y); }
+    // the tap among weights
+    __device__ __forceinline__ int tap(const Window& w) const { return taps.first + tap_y * w.weight_y + tap_x * w.weight_x; }
     __device__ __forceinline__ void next(const Window& w) {
         channel += BK;
         if (channel < w.channels) return;
-        channel = 0, ++tap;
-        if (++tap_x == w.taps_x) tap_x = 0, ++tap_y;
+        channel = 0;
+        if (++tap_x == taps.x) tap_x = 0, ++tap_y;
     }
 };
 // every tap has whole steps: beyond its channels the image is zero
-__device__ __forceinline__ int steps_of(const Window& w, int k) { return k / w.channels * ((w.channels + BK - 1) / BK); }
+__device__ __forceinline__ int steps_of(const Window& w, int parity) { return w.taps[parity].all * ((w.channels + BK - 1) / BK); }
+// the number of a parity's pixel among all pixels
+__device__ __forceinline__ int number_of(const Window& w, int row, int parity) {
+    const Pixel at(w, row);
+    const int y = (at.image * w.p + at.y) * w.apart_y + parity / w.apart_x;
+    return (y * w.q + at.x) * w.apart_x + parity % w.apart_x;
+}
 #endif
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
@@ -180,11 +209,17 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, u32 bar, int x, in
 }
 #if WINDOW
 // 128 windows, one after another, at one tap; zeros outside of the image
-__device__ __forceinline__ void fetch_windows(u32 to, const Map* map, u32 bar, const Window& w, const Walk& walk) {
+__device__ __forceinline__ void fetch_pixels(u32 to, const Map* map, u32 bar, int channel, int x, int y, int image, u16 over, u16 down) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
-        "l"(map), "r"(bar), "r"(walk.channel), "r"(walk.x), "r"(walk.y), "r"(walk.image), "h"(walk.over(w)), "h"(walk.down(w))
+        "l"(map), "r"(bar), "r"(channel), "r"(x), "r"(y), "r"(image), "h"(over), "h"(down)
+        : "memory");
+}
+__device__ __forceinline__ void put_pixels(const Map* map, u32 from, int channel, int x, int y, int image) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
+        "r"(channel), "r"(x), "r"(y), "r"(image)
         : "memory");
 }
 #endif
@@ -192,6 +227,23 @@ __device__ __forceinline__ void put(const Map* map, u32 from, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(x),
                  "r"(y)
                  : "memory");
+}
+// 64 columns of a tile of what lies along rows and columns
+__device__ __forceinline__ void fetch_beside(u32 to, const Map* map, u32 bar, const Args& args, int x, int y) {
+#if PARITIES > 1
+    const Pixel at(args.window, y);
+    fetch_pixels(to, map, bar, x, at.x, at.y, at.image, 0, 0);
+#else
+    fetch(to, map, bar, x, y);
+#endif
+}
+__device__ __forceinline__ void put_beside(const Map* map, u32 from, const Args& args, int x, int y) {
+#if PARITIES > 1
+    const Pixel at(args.window, y);
+    put_pixels(map, from, x, at.x, at.y, at.image);
+#else
+    put(map, from, x, y);
+#endif
 }
 __device__ __forceinline__ void sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void hand_over(int id, int threads) {
@@ -241,30 +293,47 @@ __device__ __forceinline__ void halve(float (&s)[16], int bit, int lane) {
 struct Places {
     int rows, columns, tiles, group;
     __device__ explicit Places(const Args& args)
-        : rows((args.m + BM - 1) / BM), columns((args.n + WIDTH - 1) / WIDTH), tiles(rows * columns), group(args.group) {}
+        : rows((args.m + BM - 1) / BM), columns((args.n + WIDTH - 1) / WIDTH), tiles(PARITIES * rows * columns), group(args.group) {}
     // rows of tiles in groups, so that neighbours in time read the same columns
     __device__ __forceinline__ void of(int tile, int& row, int& column) const {
+        tile /= PARITIES;
         const int across = group * columns, first = tile / across * group, in = tile % across;
         const int high = rows - first < group ? rows - first : group;
         row = first + in % high;
         column = in / high;
     }
+    // tiles of the same pixels, whose neighbours they share, are made at once; a block makes all parities, in turn
+    __device__ __forceinline__ int parity(const Args& args, int tile) const {
+#if PARITIES > 1
+        return (tile + tile / PARITIES / args.window.turn) % PARITIES;
+#else
+        return 0;
+#endif
+    }
 };
 
+// the row of a tensor that a row of the product is
+__device__ __forceinline__ int number_of(const Args& args, int y, int parity) {
+#if PARITIES > 1
+    return number_of(args.window, y, parity);
+#else
+    return y;
+#endif
+}
 // the bits that a thread has of a row; of columns beyond the edge none
-__device__ __forceinline__ u32 bits_of(const Args& args, const unsigned char* from, int stride, int y, int x, int lane) {
+__device__ __forceinline__ u32 bits_of(const Args& args, const unsigned char* from, int stride, int y, int parity, int x, int lane) {
     u32 found = 0;
 #pragma unroll
     for (int g = 0; g < WIDTH / 32; ++g)
         if (!RAGGED || (y < args.m && x + g * 32 < args.n))
-            found |= (u32)__ldg(from + (u64)y * stride + (x / 32 + g) * 4 + lane % 4) << 8 * g;
+            found |= (u32)__ldg(from + (u64)number_of(args, y, parity) * stride + (x / 32 + g) * 4 + lane % 4) << 8 * g;
     return found;
 }
-__device__ __forceinline__ void keep_bits(const Args& args, unsigned char* to, int stride, int y, int x, int lane, u32 bits) {
+__device__ __forceinline__ void keep_bits(const Args& args, unsigned char* to, int stride, int y, int parity, int x, int lane, u32 bits) {
 #pragma unroll
     for (int g = 0; g < WIDTH / 32; ++g)
         if (!RAGGED || (y < args.m && x + g * 32 < args.n))
-            to[(u64)y * stride + (x / 32 + g) * 4 + lane % 4] = (unsigned char)(bits >> 8 * g);
+            to[(u64)number_of(args, y, parity) * stride + (x / 32 + g) * 4 + lane % 4] = (unsigned char)(bits >> 8 * g);
 }
 
 // ---- the product ----------------------------------------------------------------------------------------------------
@@ -273,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
     extern __shared__ __align__(1024) char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
 #if WINDOW
-    const int steps = steps_of(args.window, args.k);
+    const int steps = steps_of(args.window, 0);
 #else
     const int steps = (args.k + BK - 1) / BK;
 #endif
@@ -282,6 +351,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
     const u32 full = bars, empty = bars + 8 * STAGES, beside = bars + 16 * STAGES;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     const Places places(args);
+#if PARITIES > 1
+    auto steps_at = [&](int tile) { return steps_of(args.window, places.parity(args, tile)); };
+#else
+    auto steps_at = [&](int) { return steps; };
+#endif
     if (threadIdx.x == 0) {
         if (STAYS) make_barrier(beside + 16, 1);
         for (int i = 0; i < STAGES; ++i) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, ASIDE ? 6 : 4);
@@ -295,9 +369,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             u32 stage = 0, phase = 1;
 #if STAYS
             expect(beside + 16, steps * STAGE_B);
-            Walk weights(args.window, 0);
+            Walk weights(args.window, 0, 0);
             for (int k = 0; k < steps; ++k, weights.next(args.window))
-                fetch(stages_b + k * STAGE_B, &args.b, beside + 16, weights.weight(args.window), 0);
+                fetch(stages_b + k * STAGE_B, &args.b, beside + 16, weights.tap(args.window) * args.window.channels + weights.channel, 0);
 #endif
             for (int tile = blockIdx.x; tile < places.tiles; tile += gridDim.x) {
                 int row, column;
@@ -305,22 +379,35 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 [[maybe_unused]] const int one = column * WIDTH + args.begin[0];
                 [[maybe_unused]] const int other = PARTS == 1 ? one + 64 : column * WIDTH + args.begin[1];
 #if WINDOW
-                Walk walk(args.window, row * BM);
+                Walk walk(args.window, row * BM, places.parity(args, tile));
 #endif
-                for (int k = 0; k < steps; ++k) {
+                for (int k = 0, own = steps_at(tile); k < own; ++k) {
                     wait(empty + 8 * stage, phase);
                     const u32 bar = full + 8 * stage, a = stages_a + stage * STAGE, b = stages_b + stage * STAGE_B;
                     expect(bar, STAGE + (STAYS ? 0 : STAGE_B));
 #if WINDOW
-                    fetch_windows(a, &args.a, bar, args.window, walk);
-                    if (!STAYS) fetch(b, &args.b, bar, walk.weight(args.window), one);
+                    const int tap = walk.tap(args.window);
+                    fetch_pixels(a, args.a, bar, walk.channel, walk.x, walk.y, walk.image, walk.over(args.window), walk.down(args.window));
+                    if (ALONG_B) {  // a row of weights has the columns of each tap
+                        fetch(b, &args.b, bar, tap * args.n + one, walk.channel);
+                        if (BN > 64) fetch(b + STAGE / 2, &args.b, bar, tap * args.n + other, walk.channel);
+                    } else if (!STAYS) {
+                        fetch(b, &args.b, bar, tap * args.window.channels + walk.channel, one);
+                    }
                     walk.next(args.window);
 #else
+                    const Map* from = args.a;
+                    int at = k * BK;
+#if SIDES > 1
+#pragma unroll
+                    for (int i = 1; i < SIDES; ++i)
+                        if (k * BK >= args.side[i]) from = args.a + i, at = k * BK - args.side[i];
+#endif
                     if (ALONG_A) {
-                        fetch(a, &args.a, bar, row * BM, k * BK);
-                        fetch(a + STAGE / 2, &args.a, bar, row * BM + 64, k * BK);
+                        fetch(a, from, bar, row * BM, at);
+                        fetch(a + STAGE / 2, from, bar, row * BM + 64, at);
                     } else {
-                        fetch(a, &args.a, bar, k * BK, row * BM);
+                        fetch(a, from, bar, at, row * BM);
                     }
                     if (ALONG_B) {
                         fetch(b, &args.b, bar, one, k * BK);
@@ -384,19 +471,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
         auto read_ahead = [&](int tile, int piece) {
             int row, column;
             places.of(tile, row, column);
+            const int parity = places.parity(args, tile);
             expect(ready, AHEAD * NIN * SLOT);
 #pragma unroll
             for (int c = 0; c < AHEAD; ++c)
 #pragma unroll
                 for (int i = 0; i < NIN; ++i)
-                    fetch(own + (c * NIN + i) * SLOT, &args.in[i], ready, column * WIDTH + (piece + c) * 64, row * BM);
+                    fetch_beside(own + (c * NIN + i) * SLOT, &args.in[parity * NIN + i], ready, args, column * WIDTH + (piece + c) * 64, row * BM);
         };
         if (NIN && thread == 0 && blockIdx.x + group * gridDim.x < places.tiles) read_ahead(blockIdx.x + group * gridDim.x, 0);
-        int done = group * steps;
-        for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles; tile += 2 * gridDim.x, done += 2 * steps) {
+        int done = group * steps_at(blockIdx.x);
+        for (int tile = blockIdx.x + group * gridDim.x; tile < places.tiles;
+             done += steps_at(tile) + steps_at(tile + gridDim.x), tile += 2 * gridDim.x) {
             float total[2][BN / 2];
             int row, column;
             places.of(tile, row, column);
+            const int parity = places.parity(args, tile), multiplied = steps_at(tile);
+            const int strip = row * PARITIES + parity;  // (which is all that is known of both till the tile is put)
             u32 stage = done % STAGES, phase = done / STAGES & 1, last = 0;
             float high[NROW + 1][4];
             heights(args, row * BM + warp * 16 + lane / 4, high);
@@ -404,11 +495,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             const int upmost = row * BM + warp * 16 + lane / 4;
 #pragma unroll
             for (int i = 0; i < 4 * NMASK; ++i)
-                masks[i / 4][i % 4] = bits_of(args, args.mask[i / 4], args.mask_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, column * WIDTH, lane);
+                masks[i / 4][i % 4] = bits_of(args, args.mask[i / 4], args.mask_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, parity, column * WIDTH, lane);
 #pragma unroll
             for (int i = 0; i < 4 * NPACKED; ++i) told[i / 4][i % 4] = 0;
             sync(1 + group, 256);
-            for (int k = 0; k < steps; ++k) {
+            for (int k = 0; k < multiplied; ++k) {
                 wait(full + 8 * stage, phase);
                 const u64 a = matrix_at(stages_a + stage * STAGE, ALONG_A ? STAGE / 2 : 16);
                 const u64 b = matrix_at(stages_b + (STAYS ? k : stage) * STAGE_B, ALONG_B ? STAGE / 2 : 16);
@@ -516,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                 sync(3 + group, 128);
                 if (thread == 0) {
 #pragma unroll
-                    for (int i = 0; i < NOUT; ++i) put(&args.out[i], slot[i], x, row * BM);
+                    for (int i = 0; i < NOUT; ++i) put_beside(&args.out[strip % PARITIES * NOUT + i], slot[i], args, x, strip / PARITIES * BM);
                     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                 }
 #pragma unroll
@@ -532,7 +623,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
                         if (NARROW)
                             kept[i][c] += s;
                         else
-                            args.part[i][(u64)row * args.n + x + thread] = s;
+                            args.part[i][(u64)strip * args.n + x + thread] = s;
                     }
                 if (NIN && (c + 1) % AHEAD == 0 && thread == 0) {
                     const int next = c + 1 < PIECES ? tile : tile + 2 * gridDim.x;
@@ -544,7 +635,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const __grid_consta
             }
 #pragma unroll
             for (int i = 0; i < 4 * NPACKED; ++i)
-                keep_bits(args, args.packed[i / 4], args.packed_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, column * WIDTH, lane, told[i / 4][i % 4]);
+                keep_bits(args, args.packed[i / 4], args.packed_stride[i / 4], upmost + (i / 2 & 1) * 64 + (i & 1) * 8, parity, column * WIDTH, lane, told[i / 4][i % 4]);
 #pragma unroll
             for (int i = 0; i < NACROSS; ++i)
 #pragma unroll

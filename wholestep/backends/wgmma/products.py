@@ -4,7 +4,8 @@ Tensors along rows and columns must lie by rows, 16-bit and aligned, since they 
 of them and single numbers may be of any float type. Truth values may be bits (`step/bits.py`), in the order in which
 tensor cores have columns: a thread reads and writes those of its own. Sums over all rows or columns leave one partial
 sum per tile (per warpgroup where all tiles lie one below another), which a second kernel adds up in a fixed order. A
-factor that lies along the result may be summed up while it is there.
+factor that lies along the result may be summed up while it is there. The first factor may be several tensors side by
+side along what is summed, each read where it lies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...ir.builtin import add_function, finish_function, module
 from ...ir.core import Op, Value
 from ...transforms.loops import NotLoops, lowered
 from ..kernels import Spec
-from ..triton.contraction import Contraction
+from ..triton.contraction import Contraction, Span
 from ..triton.scalars import NoText
 from ..triton.walk import Access
 from .scalars import Number, apply, literal
@@ -89,8 +90,9 @@ class Shape:
 class Product:
     """A loop kernel seen as such a product. places: where its tensors are among those of its region."""
 
-    #: whether the rows of its first factor are windows of an image (`windows.py`)
-    windowed = False
+    #: whether the rows of its first factor are windows of an image (`windows.py`), and in how many kinds rows come that
+    #: have tiles of their own
+    windowed, parities = False, 1
 
     def __init__(self, function: Op, specs: Sequence[Spec], places: Sequence[Place]):
         self.specs, self.places = tuple(specs), tuple(places)
@@ -115,7 +117,7 @@ class Product:
         self.turn = self.stretch()
         if p.groups["z"] or len(p.dims["k"]) != 1 or (len(p.dims["n"]) != 1 and not self.turn):
             raise NoText("its factors are no matrices as they lie")
-        if p.early or p.rows is not None or not all(map(p.plain, p.factors)):
+        if p.early or p.rows is not None:
             raise NoText("a factor is computed on the way")
         if str(p.factors[0].type) not in ("bf16", "f16"):
             raise NoText("its factors are no 16-bit numbers")
@@ -128,8 +130,11 @@ class Product:
                 raise NoText("it has other sums than those over all rows or all columns")
         self.m, self.n, self.k = (p.size[name] for name in "mnk")
         self.n *= 2 if self.turn else 1
-        self.a, self.along_a = self.factor(0, "m")
-        self.b, self.along_b = self.factor(1, "n")
+        beside = [self.factor(load, "m", span) for load, span in self.side_by_side()]
+        self.sides, self.along_a = [matrix for matrix, _ in beside], beside[0][1]
+        if any(along != self.along_a for _, along in beside):
+            raise NoText("tensors side by side lie along different dimensions")
+        self.b, self.along_b = self.factor(self.load_of(p.factors[1]), "n")
         apart = 1 if self.along_b else self.b.stride
         if any(x % apart for x in p.apart):
             raise NoText("the places that its result is read at do not begin with a column")
@@ -188,19 +193,40 @@ class Product:
                 inner *= dim.size * (2 if self.turn and name == "n" and inner == 1 else 1)
         return " + ".join(found)
 
-    def factor(self, number: int, side: str) -> tuple[Matrix, bool]:
-        """A factor as a matrix, and whether it lies along rows or columns of the result."""
-        load = self.product.factors[number].op
-        assert load is not None
+    @property
+    def a(self) -> Matrix:
+        """The first factor; of tensors side by side the first of them."""
+        return self.sides[0]
+
+    def side_by_side(self) -> list[tuple[Op, Span | None]]:
+        """The tensor that the first factor is, or those that it consists of, each with its stretch of the sum."""
+        (factor, _), spans = self.product.factors, self.product.stretches
+        if any(joint % SUMMED for joint in self.product.joints) or len(spans) > MOST:
+            raise NoText("tensors side by side are too many, or meet within what is summed at once")
+        return [(self.load_of(factor, span), span) for span in spans] or [(self.load_of(factor), None)]
+
+    def load_of(self, factor: Value, span: Span | None = None) -> Op:
+        """What loads a factor, in a stretch of what is summed."""
+        op = factor.op
+        while span is not None and op is not None and len(taken := span.taken(self.walk, op)) < len(op.operands):
+            op = taken[0].op
+        if op is None or op.definition is not Load:
+            raise NoText("a factor is computed on the way")
+        return op
+
+    def factor(self, load: Op, side: str, span: Span | None = None) -> tuple[Matrix, bool]:
+        """A factor as a matrix, or what a stretch of it is, and whether it lies along rows or columns of the result."""
         access = self.walk.accesses[load]
-        if access.guards or access.numbers:
+        if access.numbers or any(span is None or not span.holds(guard) for guard in access.guards):
             raise NoText("a factor is looked up, or ends before its tile")
         own, summed = self.step(access, side), self.step(access, "k")
         size = self.n if side == "n" else self.m
+        first, end = (0, self.k) if span is None else (span.first, span.end)
+        begin = access.offset.constant + first * summed
         if summed == 1:
-            return self.aligned(Matrix(access.argument, access.offset.constant, own, size, self.k)), False
+            return self.aligned(Matrix(access.argument, begin, own, size, end - first)), False
         if own == 1:
-            return self.aligned(Matrix(access.argument, access.offset.constant, summed, self.k, size)), True
+            return self.aligned(Matrix(access.argument, begin, summed, end - first, size)), True
         raise NoText("a factor lies neither along what is summed nor along the result")
 
     def aligned(self, matrix: Matrix) -> Matrix:
@@ -419,8 +445,13 @@ class Product:
         return shape if self.bytes(shape) <= SHARED else None
 
     @property
+    def high(self) -> int:
+        """Rows of tiles."""
+        return self.parities * -(-self.m // self.parities // ROWS)
+
+    @property
     def tiles(self) -> int:
-        return -(-self.m // ROWS) * -(-self.n // (self.columns // self.parts))
+        return self.high * -(-self.n // (self.columns // self.parts))
 
     @property
     def narrow(self) -> bool:
@@ -429,15 +460,15 @@ class Product:
 
     def partials(self, blocks: int = BLOCKS) -> int:
         """Partial sums of each column, where so many blocks run."""
-        return 2 * min(blocks, self.tiles) if self.narrow else -(-self.m // ROWS)
+        return 2 * min(blocks, self.tiles) if self.narrow else self.high
 
     @property
     def ragged(self) -> bool:
-        return bool(self.m % ROWS or self.n % (self.columns // self.parts))
+        return bool(self.m // self.parities % ROWS or self.n % (self.columns // self.parts))
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
-        rows, columns = -(-self.m // ROWS), -(-self.n // (self.columns // self.parts))
+        rows, columns = self.high, -(-self.n // (self.columns // self.parts))
         shapes: list[tuple[int, ...]] = [(self.partials(), self.n)] * self.sums
         shapes += [(), (columns, self.m), (rows, self.n)][self.aside : self.aside + 1]
         shapes += [(columns, self.m)] * self.crossed
@@ -458,12 +489,14 @@ class Product:
             "NSUM": self.sums,
             "NACROSS": self.crossed,
             "NEND": len(self.ends),
+            "SIDES": len(self.sides),
             "PARTS": self.parts,
             "TURN": self.turn,
             "ALONG_A": int(self.along_a),
             "ALONG_B": int(self.along_b),
             "RAGGED": int(self.ragged),
             "WINDOW": int(self.windowed),
+            "PARITIES": self.parities,
             "BN": self.columns,
             "NARROW": int(self.narrow),
             "STAYS": int(shape.stays),

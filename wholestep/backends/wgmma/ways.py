@@ -26,7 +26,7 @@ THREADS, FINISHING, FINISHED = 384, 1024, 32
 #: compute capability of the GPUs that have the instruction
 HOPPER = 9
 #: what may run alone, or with what follows
-OPS = ("step.contract", "step.conv")
+OPS = ("step.contract", "step.conv", "step.conv_input_grad")
 
 
 def why_absent() -> str:
@@ -165,25 +165,35 @@ def arguments_of(product: Product, shape: Shape, pointers: Sequence[int], blocks
         dtype = product.specs[matrix.argument].dtype
         return library.tensor_map(pointer_of(matrix), dtype, (matrix.rows, matrix.columns), matrix.stride, box)
 
+    def beside(matrix: Matrix, parity: int) -> bytes:
+        if product.parities == 1:
+            return mapped(matrix, PIECE, ROWS)
+        assert isinstance(product, Convolution)
+        dtype = product.specs[matrix.argument].dtype
+        begin, how = product.pixels(matrix, parity)
+        return library.window_map(pointer_of(matrix) + begin * dtype.itemsize, dtype, how, PIECE, ROWS)
+
     rows = (PIECE, SUMMED) if product.along_a else (SUMMED, ROWS)
     columns = (PIECE, SUMMED) if product.along_b else (SUMMED, product.columns // product.parts)
     if isinstance(product, Convolution):
         windows = (product.specs[product.a.argument].dtype, product.gathering, SUMMED, ROWS)
         data = library.window_map(pointer_of(product.a), *windows) + mapped(product.b, *columns)
     else:
-        data = mapped(product.a, *rows) + mapped(product.b, *columns)
+        data = b"".join(mapped(side, *rows) for side in product.sides) + mapped(product.b, *columns)
     for tensors in (product.reads, product.writes):
-        data += b"".join(mapped(t, PIECE, ROWS) for t in tensors) + bytes(library.MAP_BYTES)
+        each = [(t, parity) for parity in range(product.parities) for t in tensors]
+        data += b"".join(beside(*own) for own in each) + bytes(library.MAP_BYTES)
     scratch = pointers[1 + max(p.argument for p in product.places) :]
     own = len(scratch) - product.crossed
-    beside = (product.vectors, product.heights, product.tables)
-    tables = [[*map(pointer_of, own_kind), 0] for own_kind in beside]
+    tables = [[*map(pointer_of, kind), 0] for kind in (product.vectors, product.heights, product.tables)]
     tables += [[*scratch[:own], *([] if product.aside else [0])], [*scratch[own:], 0]]
     tables += [[*map(pointer_of, own_kind), 0] for own_kind in (product.ends, product.masks, product.packed)]
     for table in tables:
         data += b"".join(p.to_bytes(8, "little") for p in table)
-    numbers = (product.m, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
+    height = product.m // product.parities
+    numbers = (height, product.n, product.k, shape.group, product.partials(blocks), *(*product.begins, 0)[:2])
     numbers += (*(m.stride for m in product.masks), 0, *(m.stride for m in product.packed), 0)
-    numbers += product.window if isinstance(product, Convolution) else ()
-    data += b"".join(n.to_bytes(4, "little") for n in numbers)
+    numbers += product.window(blocks) if isinstance(product, Convolution) else ()
+    numbers += (0, *product.product.joints) if len(product.sides) > 1 else ()
+    data += b"".join(n.to_bytes(4, "little", signed=True) for n in numbers)
     return data + bytes(-len(data) % library.MAP_ALIGNMENT)
