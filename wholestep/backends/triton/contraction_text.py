@@ -12,18 +12,16 @@ places at once, a tile has the columns of each, one run after the other, and its
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
-from ...dialects.loop import Load
 from ...ir.core import Op, Value
 from ..kernels import Spec
 from . import pieces
 from .contraction import FACTORS, Contraction, Span, Sum
-from .contraction_tiles import Tile, sums_per_thread
+from .contraction_tiles import Tile
 from .families import TORCH, Function, Generated, power_of_two
 from .generate import interpreting
 from .scalars import Number, accumulator_type, combined, neutral
@@ -44,8 +42,6 @@ WRITTEN_OUT = 4
 SUMMED = 4
 #: columns that a program of a finishing function has
 COLUMNS = 32
-#: registers of a thread for its sums with all that is read beside them, and for all that is kept until the last piece
-ROOM = 200
 
 
 @dataclass
@@ -315,76 +311,59 @@ class Writer:
         return f"tl.reshape({value}, ({self.high}, {columns}))"
 
     def after(self, text: Side) -> None:
-        """What is computed from the tile of sums, piece by piece; a piece has columns of every run. Where threads keep
-        what tensor cores gave them, all is read before and stored behind the last piece."""
-        product, count, run = self.product, self.tile.pieces, self.n.run
-        at_once = count > 1 and self.in_order
-        held = self.read_whole(text) if at_once else {}
-        late = [op for op in product.stores if at_once and self.stored_type(op)]
-        together = [i for i, own in enumerate(product.sums) if self.in_order and self.sums_columns(own)]
-        high, wide, cuts = self.tile.m, self.tile.n, count * product.parts
-        names = {name: pieces.cut(text, name, cuts, high, wide) for name in held or ["total"]}
+        """What is computed from the tile of sums, piece by piece; a piece has columns of every run. Or all is read
+        before the first and stored behind the last: pieces are then in the order that tensor cores leave."""
+        product, count, run, at_once = self.product, self.tile.pieces, self.n.run, self.tile.at_once
+        # where sums are made of it as well, a piece goes through shared memory once for all
+        packs = count > 1 and not at_once and product.packs and bool(product.sums)
+        held = self.read(self.whole(text), "total") if at_once else {}
+        late = [op for op in product.stores if at_once and product.stored_type(op)]
+        names = {name: self.cut(text, name) for name in held or ["total"]}
         columns = axis("n", self.n.dims, run // count, 1)
         for i in range(count):
             piece = Side(product.walk, (self.z, self.m, columns), text.name, text.lines, mark=f"c{i}" if i else "c")
             self.open(piece, columns, f"column * {run}" + (f" + {i * columns.block}" if i else ""))
-            for name, own in names.items():
-                for packed in held.get(name, ()):
-                    piece.bind(packed.value, packed.out_of(own[i]))
-                for dot, total in zip(product.dots, own[i::count], strict=True):
-                    piece.names[dot.results[0]] = Number(pieces.sums_in(total) if held else total, "tl.float32")
+            there, own = held, {name: cuts[i::count] for name, cuts in names.items()}
+            if packs:
+                there = self.read(piece, own["total"][0])
+                own = {name: [name] for name in there} or own
+            self.unpack(piece, there, own)
             piece.ready(op for op in piece.needed([*product.stores, *product.others]) if op not in late)
             for number, op in enumerate(late):
                 piece.line(f"stored{number}_{i} = {self.stored(piece, op)}")
-            self.add_piece(piece, i, together)
+            self.add_piece(piece, i)
             text.helpers |= piece.helpers
-        for number, sum in enumerate(product.sums):
-            if "n" not in sum.kept:
-                self.keep(piece, number, sum, f"sum{number}")
+        for number, summed in enumerate(product.sums):
+            if "n" not in summed.kept:
+                self.keep(piece, number, summed, f"sum{number}")
         self.store_whole(text, late)
-        self.keep_columns(text, together)
+        if at_once:
+            self.keep_columns(text, self.n, f"column * {run}", range(count))
         self.finish([*self.partials, *self.asides])
 
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether what follows the product is computed in the order that tensor cores leave: of a whole tile where
-        vectors along it are short, of pieces where threads have room for all of their part of what is read and
-        written."""
-        product, tile = self.product, self.tile
-        if product.parts > 1 or str(product.factors[0].type) == "f32":
-            return False
-        if tile.pieces == 1:
-            return tile.n < 32 * tile.warps
-        reads, writes = map(self.read_type, self.beside_rows), map(self.stored_type, product.stores)
-        types = [*reads], [*writes]
-        if not all(types[0]):
-            return False
-        read, written = (sum(pieces.WHOLE[t][0] for t in own if t) / 32 for own in types)
-        each, summed = sums_per_thread(tile), len(product.sums) * self.high * tile.n // (32 * tile.warps)
-        return max(each * (1 + read), each * written + summed) <= ROOM
+    def cut(self, text: Side, name: str) -> list[str]:
+        return pieces.cut(text, name, self.tile.pieces * self.product.parts, self.tile.m, self.tile.n)
 
-    @property
-    def beside_rows(self) -> list[Op]:
-        """What is read along rows, for what follows the product."""
-        product = self.product
-        made = product.makers(op.operands[0] for op in (*product.stores, *product.others))
-        return [op for op in made if op.definition is Load and product.reach(op) & product.groups["m"]]
+    def read(self, side: Side, total: str) -> dict[str, list[pieces.Packed]]:
+        """Reads what is beside a tile of sums, and packs it with these. Returns what each integer has."""
+        types = {op.results[0]: self.product.read_type(op) for op in self.product.beside_rows}
+        side.raw = [value for value, type in types.items() if type != "tl.int1"]
+        side.ready(self.product.beside_rows)
+        side.raw = []
+        held = {f"held{i}": group for i, group in enumerate(pieces.grouped(types))}
+        for name, group in held.items():
+            side.line(f"{name} = {pieces.with_sums(total, [p.into(side.names[p.value].text) for p in group])}")
+        return held
 
-    def read_type(self, op: Op) -> str:
-        """The type in which a whole tile of something is read; "" where it is no such tile."""
-        access, reach = self.product.walk.accesses[op], self.product.reach(op)
-        if access.guards or access.numbers or not reach & self.product.groups["n"]:
-            return ""
-        return "tl.int1" if access.bits else FACTORS.get(str(op.operands[0].type.element), "")
-
-    def stored_type(self, op: Op) -> str:
-        """The type in which a whole tile of something is stored; "" where it goes piece by piece."""
-        bits = self.product.walk.accesses[op].bits
-        return "tl.int1" if bits else FACTORS.get(str(op.operands[1].type.element), "")
-
-    def sums_columns(self, own: Sum) -> bool:
-        """Whether a sum is one of columns, for which threads add up their own rows first."""
-        return "n" in own.kept and "m" not in own.kept and own.columns == 1 and self.product.adds(own.op)
+    def unpack(
+        self, piece: Side, held: Mapping[str, Sequence[pieces.Packed]], names: Mapping[str, Sequence[str]]
+    ) -> None:
+        """What a piece has: of a product, or of each of several; and what was read beside."""
+        for name, own in names.items():
+            for packed in held.get(name, ()):
+                piece.bind(packed.value, packed.out_of(own[0]))
+            for dot, total in zip(self.product.dots, own, strict=True):
+                piece.names[dot.results[0]] = Number(pieces.sums_in(total) if held else total, "tl.float32")
 
     def whole(self, text: Side) -> Side:
         """What is read or stored of a whole tile."""
@@ -392,21 +371,10 @@ class Writer:
         self.open(side, self.n, f"column * {self.tile.n}")
         return side
 
-    def read_whole(self, text: Side) -> dict[str, list[pieces.Packed]]:
-        """Reads all that is beside a tile of sums, and packs it with these. Returns what each integer has."""
-        side, loads = self.whole(text), self.beside_rows
-        types = {op.results[0]: self.read_type(op) for op in loads}
-        side.raw = [value for value, type in types.items() if type != "tl.int1"]
-        side.ready(loads)
-        held = {f"held{i}": group for i, group in enumerate(pieces.grouped(types))}
-        for name, group in held.items():
-            text.line(f"{name} = {pieces.with_sums('total', [p.into(side.names[p.value].text) for p in group])}")
-        return held
-
     def stored(self, piece: Side, op: Op) -> str:
         """What is stored of a piece, over all of it."""
         value, axes = op.operands[0], piece.tile
-        text = piece.names[value].to(self.stored_type(op))
+        text = piece.names[value].to(self.product.stored_type(op))
         whole = all(a in piece.value_axes(value) for a in axes)
         return text if whole else f"tl.broadcast_to({text}, {piece.shape(axes)})"
 
@@ -417,16 +385,17 @@ class Writer:
         for number, op in enumerate(stores):
             names = [f"stored{number}_{i}" for i in range(count)]
             name = pieces.side_by_side(text, names, tile.m, tile.n // count)
-            side.names[op.operands[0]] = Number(name, self.stored_type(op))
+            side.names[op.operands[0]] = Number(name, self.product.stored_type(op))
             side.store(op)
 
-    def add_piece(self, piece: Side, i: int, together: Sequence[int]) -> None:
-        """What a piece adds to sums of the result. together: those that are kept for the end."""
+    def add_piece(self, piece: Side, i: int) -> None:
+        """What a piece adds to sums of the result."""
+        axes = piece.axes[1:]
         for number, own in enumerate(self.product.sums):
             name = f"sum{number}"
-            if number in together:
-                axes = piece.axes[1:]
-                piece.line(f"{name}_{i} = {self.rows_added(piece.operand(own.op, axes), axes[1].block)}")
+            if self.product.sums_columns(own):
+                value = piece.operand(own.op, axes)
+                piece.line(f"{name}_{i} = {self.rows_added(value, axes[1].block) if self.tile.at_once else value}")
                 continue
             value = self.part_of(piece, own).text
             if "n" in own.kept:
@@ -434,23 +403,27 @@ class Writer:
                 continue
             kind, type = own.op.attributes["kind"], accumulator_type(own.op.attributes["dtype"])
             piece.line(f"{name} = {combined(kind, name, value, type) if i else value}")
+        if not self.tile.at_once:
+            self.keep_columns(piece, axes[1], piece.starts["n"], [i])
 
-    def keep_columns(self, text: Side, numbers: Sequence[int]) -> None:
-        """Writes partial sums of columns that threads have, two at a time: threads exchange them all at once."""
-        sums, n, count = self.product.sums, self.tile.n, self.tile.pieces
+    def keep_columns(self, text: Side, columns: Axis, first: str, parts: Sequence[int]) -> None:
+        """Writes partial sums of columns, two sums at a time: threads exchange what they have of both at once."""
+        sums, wide = self.product.sums, columns.block
+        high = self.high if self.tile.at_once else self.tile.m
+        numbers = [i for i, own in enumerate(sums) if self.product.sums_columns(own)]
         for kept in dict.fromkeys(sums[i].kept for i in numbers):
             alike = [i for i in numbers if sums[i].kept == kept]
             for pair in (alike[i : i + 2] for i in range(0, len(alike), 2)):
-                names = [f"sum{number}_{i}" for number in pair for i in range(count)]
-                value = f"tl.sum({pieces.side_by_side(text, names, self.high, n // count)}, 0, keep_dims=True)"
-                columns = replace(self.n, block=len(pair) * n, turns=len(pair))
-                side = Side(self.product.walk, (self.z, self.m, columns), text.name, text.lines, mark="s")
-                self.open(side, columns, f"column * {n}")
+                names = [f"sum{number}_{i}" for number in pair for i in parts]
+                value = f"tl.sum({pieces.side_by_side(text, names, high, wide // len(parts))}, 0, keep_dims=True)"
+                own = replace(columns, block=len(pair) * wide, turns=len(pair))
+                side = Side(self.product.walk, (self.z, self.m, own), text.name, text.lines, mark="s")
+                self.open(side, own, first)
                 places = [self.place(i, sums[i]) for i in pair]
                 place = places[0]
                 if len(pair) > 1:
-                    place = f"tl.where(tl.arange(0, {2 * n})[None, :] < {n}, {places[0]}, {places[1]})"
-                mask = side.mask([columns])
+                    place = f"tl.where(tl.arange(0, {2 * wide})[None, :] < {wide}, {places[0]}, {places[1]})"
+                mask = side.mask([own])
                 text.line(f"tl.store({place}, {value}{f', mask={mask}' if mask else ''})")
 
     def places(self, text: Text) -> None:

@@ -2,7 +2,8 @@
 
 Tensor cores leave each thread some columns of some rows. Where a whole tile of that order meets one as it was read from
 memory, Triton goes on in the first, and of pieces in the second: every piece would go through shared memory and back.
-So tiles that were read are packed into one integer with the sums, whole, and unpacked in pieces: that compiles to nothing.
+So tiles that were read are packed into one integer with the sums, whole, and unpacked in pieces: machine code has
+nothing of it.
 """
 
 from __future__ import annotations
