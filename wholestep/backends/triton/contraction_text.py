@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...dialects.loop import Load
 from ...ir.core import Op, Value
 from ..kernels import Spec
 from . import pieces
@@ -42,6 +43,8 @@ WRITTEN_OUT = 4
 SUMMED = 4
 #: columns that a program of a finishing function has
 COLUMNS = 32
+#: registers of a thread for vectors that it keeps
+VECTORS = 64
 
 
 @dataclass
@@ -243,13 +246,14 @@ class Writer:
         targets = [
             (self.computed(0, a, "column", self.n.blocks), self.computed(1, b, "first", self.stay)) for a, b in rounds
         ]
+        again = self.read_again([(a, ops) for (a, _), (ops, _) in zip(rounds, targets, strict=True)])
         for number, (a, b) in enumerate(rounds):
             for side, ops in zip((a, b), targets[number], strict=True):
                 side.start(self.z, "0")
                 side.start(side.axes[2], f"{number * tile.k}")
                 if side is b:
                     side.start(self.n, f"column * {tile.n}")
-                side.ready(side.needed(ops))
+                side.ready(op for op in side.needed(ops) if op not in again)
             b.line(f"weights{number} = {self.factor(b, column)}")
         wanted = [*product.stores, *product.others]
         text.names[product.dot.results[0]] = Number("total", "tl.float32")
@@ -283,6 +287,23 @@ class Writer:
             text.helpers |= a.helpers | b.helpers
         self.texts.append((text, tile.programs, tile.warps))
         self.finish([*self.partials, *self.asides])
+
+    def read_again(self, sides: Sequence[tuple[Side, Sequence[Op]]]) -> set[Op]:
+        """The vectors along what is summed that are read for every tile of rows: where they would take too many
+        registers, or have an element for each thread, in whose order Triton would compute the whole factor. (That is
+        better than in the order of tensor cores where warps share rows: each would compute all of these.)"""
+        tile, found, count = self.tile, set(), 0
+        for side, ops in sides:
+            needed = side.needed(ops)
+            vectors = [op for op in needed if op.definition is Load and self.is_vector(side, op)]
+            combined = {v for op in needed if op.results and self.is_vector(side, op) for v in op.operands}
+            found |= {op for op in vectors if op.results[0] not in combined}
+            count += len(vectors)
+        one_each = tile.k >= 32 * tile.warps
+        return found if (tile.m >= 16 * tile.warps if one_each else count * tile.k // 4 > VECTORS) else set()
+
+    def is_vector(self, side: Side, op: Op) -> bool:
+        return side.tiled(side.op_axes(op)) == [side.axes[2]]
 
     def round(self, lines: list[str], first: int) -> tuple[Side, Side]:
         """The sides of one round over the summed dimension."""
