@@ -40,11 +40,12 @@ def test_many_functions_leave_room_for_fewer_sums() -> None:
     assert not many and max(map(tiles.sums_per_thread, tiles.staying(demand(64, 128, after=20)))) == 16
 
 
-def test_columns_that_are_summed_up_are_cut_in_two_at_most() -> None:
+def test_columns_that_are_summed_up_are_cut_in_two_or_as_threads_are_more() -> None:
     tile = tiles.Tile(128, 128, 64, 4, 3)
     asked = demand(1024, 1024, beside=2, after=10)
     assert tiles.pieces(tile, asked) == 4 and tiles.pieces(tile, replace(asked, sums=True)) == 2
     assert tiles.pieces(replace(tile, m=64, n=64), replace(asked, sums=True)) == 1
+    assert tiles.pieces(replace(tile, m=64, n=256), replace(asked, sums=True)) == 4
 
 
 def test_bits_are_written_at_once_where_a_thread_has_room() -> None:

@@ -287,11 +287,12 @@ def waits_for_memory(demand: Demand) -> bool:
 
 
 def pieces(tile: Tile, demand: Demand) -> int:
-    """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it. Few
-    where columns are summed up: for each piece threads exchange what they have."""
+    """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it.
+    Where columns are summed up, in few: for each piece threads exchange what they have. But no piece has a column for
+    each thread, by which Triton would lay it out."""
     most = 128 if demand.around <= 1 and demand.after <= 3 else 64 if demand.after <= 6 else 32
-    each = sums_per_thread(tile)
-    return max(1, min(each // most, tile.n // demand.parts // 32, 2 if demand.sums else 4))
+    few = max(2, tile.n // (16 * tile.warps)) if demand.sums else 4
+    return max(1, min(sums_per_thread(tile) // most, tile.n // demand.parts // 32, few))
 
 
 def at_once(tile: Tile, demand: Demand) -> bool:
