@@ -6,7 +6,8 @@ split over programs, a second function adds up the parts, writes the results and
 program may stay for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
 Sums of a factor are taken in the same walk, and finished as those of the result are. Outputs that lie as a factor
 does are stored where that is computed, by one of the programs that compute it. Where results are read at several
-places at once, a tile has the columns of each, one run after the other, and its sums come apart by these.
+places at once, a tile has the columns of each, one run after the other, and its sums come apart by these. For what
+follows, a large tile of sums is cut into pieces, and written so that threads seldom exchange numbers (`pieces.py`).
 """
 
 from __future__ import annotations
