@@ -32,7 +32,9 @@ CHEAP = frozenset(
 )
 #: and those that may run once more per kernel all the same
 RUN_AGAIN = CHEAP | {
-    f"step.{n}" for n in ("exp", "sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum", "upsample")
+    f"step.{n}"
+    for n in ("exp", "sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum", "upsample")
+    + ("cross_entropy_grad",)
 }
 #: the least bytes of a tensor that is worth it, the most ops that make it, the most kernels that compute it
 LEAST, OPS, READERS = 1 << 20, 32, 3

@@ -18,6 +18,9 @@ from ..kernels import Spec
 from .scalars import NoText
 
 
+MANY_TIMES = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """A sum of iteration dimensions with coefficients, and a constant."""
@@ -164,8 +167,11 @@ class Walk:
         return Access(argument, offset, numbers, tuple(guards), spec.dtype.itemsize, bits is not None)
 
     def bytes(self, access: Access) -> int:
-        """How many bytes an access touches, where every element is touched once."""
-        return access.itemsize * math.prod(self.sizes[d] for d in self.access_dims(access))
+        """How many bytes an access touches, where every element is touched once. What is looked up many times over is
+        at hand: it counts as what there is."""
+        touched = math.prod(self.sizes[d] for d in self.access_dims(access))
+        there = math.prod(self.specs[access.argument].shape)
+        return access.itemsize * (there if access.numbers and touched > MANY_TIMES * there else touched)
 
     def access_dims(self, access: Access) -> frozenset[int]:
         """The iteration dimensions that an access changes along."""

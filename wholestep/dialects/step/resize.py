@@ -200,8 +200,8 @@ class UpsampleShares(Resize):
 
     dy = Operand(FloatTensor)
     before = Result(doc="of the neighbour before the cell in both directions")
-    left = Result(doc="of that before it among columns")
-    above = Result(doc="of that before it among rows")
+    above = Result(doc="of that before it among rows and after it among columns")
+    left = Result(doc="of that after it among rows and before it among columns")
     after = Result(doc="of that after it in both directions")
 
     @staticmethod
