@@ -185,8 +185,8 @@ class Family:
         self.check()
 
     def stands_still(self, dim: Dim) -> bool:
-        """Whether the largest tensor does not change along a dimension and is more than a cache holds: if that dimension
-        is walked inside of the others, it is read once."""
+        """Whether the largest tensor does not change along a dimension and is more than a cache holds: where that is
+        walked inside of other dimensions, it is read once."""
         largest = self.walk.heavy()[0]
         return self.walk.bytes(largest) > CACHE and not self.walk.access_dims(largest) & set(dim.parts)
 

@@ -17,7 +17,7 @@ from ...ir.types import I64
 from ..kernels import Spec
 from .scalars import NoText
 
-
+#: what is looked up more often than this is taken to be in a cache
 MANY_TIMES = 8
 
 
