@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ...ir.core import Op
+from ...ir.core import Op, Value
 from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ..loop import compute_type
 from .base import Roles, StepOp, step
@@ -21,8 +21,8 @@ from .windows import added, rounded
 aten = torch.ops.aten
 #: sums over factors up to this are written out; longer ones are walked: written out, they take long to compile
 WRITTEN_OUT = 4
-#: from these factors on the gradient is summed by cells: their four sums are little beside what they are sums of
-CELLS = 4
+#: how many times larger an image is than what is small beside it
+SMALL = 4
 
 
 class Resize(StepOp):
@@ -82,6 +82,13 @@ def part(k, place, tap, after: bool, factor: int, size: int, dtype):
     return k.choose(k.below(place, 1), one, share)
 
 
+def is_made_of(dy: Value, y: Value) -> bool:
+    """Whether a gradient is computed from y and what is small beside it, as that of a loss over classes is: then it
+    need not be written, but each reader computes all that it reads."""
+    others = [] if dy.op is None else [v for v in dy.op.operands if v is not y]
+    return dy.op is not None and y in dy.op.operands and all(v.type.size * SMALL <= y.type.size for v in others)
+
+
 # ---- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +128,7 @@ class Upsample(Resize):
     @staticmethod
     def derivative(b, op, dy):
         rows, columns = op.factors
-        if min(rows, columns) >= CELLS:
+        if min(rows, columns) > WRITTEN_OUT and is_made_of(dy, op.y):
             return [b.upsample_cells_grad(dy, factors=op.factors)]
         for factors in ((1, columns), (rows, 1)):  # columns first: they are neighbours in memory
             dy = b.upsample_grad(dy, factors=factors) if max(factors) > 1 else dy
@@ -222,7 +229,7 @@ class UpsampleShares(Resize):
         def run(dy):
             weights = []
             for factor, cells in zip(factors, shape[::2], strict=True):
-                share = (torch.arange(factor, device=dy.device) + middle(factor)) / factor
+                share = (torch.arange(factor, dtype=torch.float64, device=dy.device) + middle(factor)) / factor
                 share = share.repeat(cells, 1)
                 share[0], share[-1] = 1, 0
                 weights.append([side.to(dy.dtype) for side in (1 - share, share)])
@@ -255,8 +262,8 @@ class UpsampleShares(Resize):
 
 @step.op
 class UpsampleCellsGrad(UpsampleGrad):
-    """dx of `upsample` by large factors: every cell between pixels is summed for each of its four neighbours, which add
-    up those of their four cells. So each pixel of dy is looked at once."""
+    """dx of `upsample` by large factors, where dy is computed on the way: every cell between pixels is summed for each
+    of its four neighbours, which add up those of their four cells. So each pixel of dy is looked at once."""
 
     element = None  # type: ignore[assignment]  # by its expansion
 
