@@ -1641,6 +1641,14 @@ irdl.dialect @step {
     irdl.results(y: %c1)
     irdl.attributes { "factors" = %c2 }
   }
+  irdl.operation @upsample_cells_grad {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(dy: %c0)
+    irdl.results(dx: %c1)
+    irdl.attributes { "factors" = %c2 }
+  }
   irdl.operation @upsample_grad {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"
@@ -1648,6 +1656,17 @@ irdl.dialect @step {
     irdl.operands(dy: %c0)
     irdl.results(dx: %c1)
     irdl.attributes { "factors" = %c2 }
+  }
+  irdl.operation @upsample_shares {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "!builtin.tensor"
+    %c4 = irdl.base "!builtin.tensor"
+    %c5 = irdl.base "#builtin.dense_array"
+    irdl.operands(dy: %c0)
+    irdl.results(before: %c1, above: %c2, left: %c3, after: %c4)
+    irdl.attributes { "factors" = %c5 }
   }
   irdl.operation @variance {
     %c0 = irdl.base "!builtin.tensor"

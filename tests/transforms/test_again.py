@@ -10,7 +10,7 @@ import torch
 from tests.dialects.loop.programs import Drawn
 from tests.dialects.loop.provider import run_fused
 from tests.transforms.test_fuse import program, regions_of, root_of
-from wholestep.ir import F32, TensorType, verify
+from wholestep.ir import F32, I64, TensorType, verify
 from wholestep.ir.core import Op
 from wholestep.runtime.executor import Executable
 from wholestep.transforms import again
@@ -85,6 +85,40 @@ def test_what_a_kernel_has_taken_over_lets_it_hand_on_less(monkeypatch: pytest.M
     function, inputs = of(in_turn)
     run(function, inputs)
     assert large(function) == [(2, 0), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.1}, {"reduction": "sum"}], ids=str)
+def test_statistics_are_written_so_that_a_gradient_is_not(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gradient of a loss over enlarged images: rows of classes and cells of pixels are no one walk."""
+    monkeypatch.setattr(again, "LEAST", 0)
+    options = dict(options)
+    weighted = options.pop("weight", False)
+
+    def build(b: Any, x: Any, target: Any, dy: Any, weight: Any) -> list[Any]:
+        factors, weight = (8, 4), weight if weighted else None
+        y = b.upsample(x, factors=factors)
+        loss, logsumexp = b.cross_entropy(y, target, weight, ignore_index=3, **options)
+        dy = b.cross_entropy_grad(dy, y, target, logsumexp, weight, ignore_index=3, **options)
+        return [loss, b.upsample_cells_grad(dy, factors=factors)]
+
+    types = [TensorType(shape, F32) for shape in ((2, 7, 3, 5), (2, 24, 20), (), (7,))]
+    types[1] = TensorType(types[1].shape, I64)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 7, 3, 5), torch.randint(0, 7, (2, 24, 20)), torch.tensor(2.0), torch.rand(7)]
+    function = program(types, build)
+    fusion = run(function, inputs)
+    assert all(v.type.size < 2 * 7 * 24 * 20 for op in regions_of(function) for v in op.results)
+    assert any("upsample_shares" in line for line in fusion.again)
+    x = inputs[0].requires_grad_()
+    y = torch.nn.functional.interpolate(x, size=(24, 20), mode="bilinear")
+    weight = inputs[3] if weighted else None
+    loss = torch.nn.functional.cross_entropy(y, inputs[1], weight, ignore_index=3, **options)
+    (wanted,) = torch.autograd.grad(loss, x, inputs[2])
+    mine = run_fused(function, [t.detach() for t in inputs], fusion)
+    torch.testing.assert_close(mine[0].float(), loss.detach())
+    torch.testing.assert_close(mine[1].float(), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_written_in_any_case_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,12 +75,23 @@ def test_it_is_listed_with_the_bytes_that_it_saves() -> None:
     assert any("compute_again" in line and "silu_grad#0" in line for line in str(forced.report()).splitlines())
 
 
-def test_near_misses_say_why() -> None:
+def test_near_misses_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "OPS", 0)
     found = {key: o.why_not for key, o in listed(compiled()).items()}
     (mean,) = [why for key, why in found.items() if key.startswith("compute_again step/4/forward/add#1 into")]
     assert mean == "it is read in another part of the step"
     (share,) = [why for key, why in found.items() if key.startswith("compute_again step/loss_fn/backward/mul#0 into")]
     assert share == "it is not made by a few cheap ops from what is in memory"
+
+
+def test_what_has_to_be_written_for_it_is_counted() -> None:
+    """The share of each row is computed from their number, which its kernel then writes."""
+    plain = compiled()
+    (share,) = [o for key, o in listed(plain).items() if "loss_fn/backward/mul#0 into" in key]
+    forced = compiled(force=[share.key])
+    moved = [step.report().movement.ledger.total for step in (plain, forced)]
+    assert not share.why_not and share.change.bytes == moved[1] - moved[0] < 0
+    assert losses(forced) == pytest.approx(eager_losses(), rel=1e-5)
 
 
 def test_by_itself_it_is_recorded_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +127,7 @@ def test_forbidden(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"force": ["compute_again *softmax*"]}, "which fits no fusion"),
         ({"forbid": ["compute_again *softmax*"]}, "which fits no fusion"),
-        ({"force": ["compute_again *loss_fn/backward/mul#0"]}, "is not possible: it is not made by a few cheap ops"),
+        ({"force": ["compute_again step/4/forward/add#1"]}, "is not possible: it is read in another part of the step"),
         ({"recipe": [SILU.partition(" into ")[0]]}, "does not say who computes it"),
         ({"recipe": [SILU.replace("mul#7", "mal#7")]}, "has no op 'step/1/backward/mal#7'; did you mean"),
         ({"recipe": [SILU.replace("/1/backward/mul#7", "/4/backward/mul#6")]}, "not all of them read it"),

@@ -31,7 +31,11 @@ CHEAP = frozenset(
     + ("spread_rows", "unpack_bits")
 )
 #: and those that may run once more per kernel all the same
-RUN_AGAIN = CHEAP | {f"step.{n}" for n in ("sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum")}
+RUN_AGAIN = CHEAP | {
+    f"step.{n}"
+    for n in ("exp", "sigmoid", "silu", "sigmoid_grad", "silu_grad", "minimum", "maximum", "upsample")
+    + ("cross_entropy_grad",)
+}
 #: the least bytes of a tensor that is worth it, the most ops that make it, the most kernels that compute it
 LEAST, OPS, READERS = 1 << 20, 32, 3
 #: how often all kernels are gone through: what one has taken over may let it hand on less
@@ -49,6 +53,8 @@ class Handed:
     written: bool
     why: str = ""
     ops: set[Op] = field(default_factory=set)
+    #: what its kernel would have to write for that, such as the statistics of rows
+    besides: set[Value] = field(default_factory=set)
     #: per reader: bytes that it reads more if it computes the value
     prices: list[int] = field(default_factory=list)
     #: computed from what was normalised
@@ -57,7 +63,13 @@ class Handed:
     @property
     def bytes(self) -> int:
         """What moves more per step if all readers compute it."""
-        return sum(self.prices) - self.value.type.bytes * (len(self.readers) + (not self.written))
+        saved = self.value.type.bytes * (len(self.readers) + (not self.written))
+        return sum(self.prices) + self.more - saved
+
+    @property
+    def more(self) -> int:
+        """What its kernel writes more then."""
+        return sum(value.type.bytes for value in self.besides)
 
 
 def compute_again(fuser: Fuser, groups: list[Group]) -> list[Group]:
@@ -105,7 +117,7 @@ def handed_by(fuser: Fuser, group: Group, value: Value, wanted: Sequence[Group] 
             found.why = found.why or "it is written in any case"
         leaves = {x}
     else:
-        found.ops = makers(value, members)
+        found.ops, found.besides = makers_beside(value, members)
         if not found.ops:
             found.why = found.why or "it is not made by a few cheap ops from what is in memory"
         leaves = {base(v) for one in found.ops for v in one.operands if v.op not in found.ops}
@@ -123,7 +135,7 @@ def move(fuser: Fuser, handed: Handed) -> bool:
         return True
     if handed.by_statistics:
         return False
-    cheaper = [other for other, more in zip(handed.readers, handed.prices, strict=True) if more < size]
+    cheaper = [other for other, more in zip(handed.readers, handed.prices, strict=True) if more + handed.more < size]
     return any([not take(fuser, handed, [other]) for other in cheaper])
 
 
@@ -244,12 +256,11 @@ def normalise_again(fuser: Fuser, group: Group, value: Value, ops: set[Op], read
     return why
 
 
-def makers(value: Value, members: set[Op]) -> set[Op]:
-    """The cheap ops of a kernel that make a value, with the views between them; none if they are too many.
-
-    What they take from the kernel's other ops has to be written by it already.
-    """
+def makers_beside(value: Value, members: set[Op]) -> tuple[set[Op], set[Value]]:
+    """The cheap ops of a kernel that make a value, with the views between them; none if they are too many. Beside them,
+    what they take from the kernel's other ops that it does not write yet."""
     found: set[Op] = set()
+    others: set[Op] = set()
     pending = [value.op]
     while pending:
         op = pending.pop()
@@ -257,18 +268,22 @@ def makers(value: Value, members: set[Op]) -> set[Op]:
         if op in found:
             continue
         if op in members and (op.name not in RUN_AGAIN or len(op.results) != 1):
-            if op is value.op or any(r in found_operands(found) and not leaves_kernel(r, members) for r in op.results):
-                return set()
+            others.add(op)
             continue
         if op not in members and not (is_view(op) and base(op.results[0]).op in members):
             continue
         found.add(op)
         pending += [v.op for v in op.operands if v.op is not None]
-    return found if sum(not is_view(op) for op in found) <= OPS else set()
+    if sum(not is_view(op) for op in found) > OPS:
+        return set(), set()
+    taken = {v for op in found for v in op.operands}
+    return found, {r for op in others for r in op.results if r in taken and not leaves_kernel(r, members)}
 
 
-def found_operands(ops: Iterable[Op]) -> set[Value]:
-    return {v for op in ops for v in op.operands}
+def makers(value: Value, members: set[Op]) -> set[Op]:
+    """The same, where they take nothing from the kernel's other ops but what it writes anyway."""
+    found, besides = makers_beside(value, members)
+    return set() if besides else found
 
 
 def leaves_kernel(value: Value, members: set[Op]) -> bool:

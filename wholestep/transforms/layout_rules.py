@@ -19,7 +19,10 @@ Order = tuple[int, ...]
 FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad", "step.pad"})
 FOLLOW_IMAGES = frozenset(
-    f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")
+    (
+        "step.upsample_cells_grad",
+        *(f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")),
+    )
 )
 FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})
 

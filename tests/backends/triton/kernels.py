@@ -143,6 +143,17 @@ def rounded(b, x, y):
     return [b.mul(b.cast(low, dtype=F32), y), low]
 
 
+def enlarged_loss(factors):
+    """The gradient of a loss over enlarged images, summed by cells of pixels for each of four neighbours."""
+
+    def body(b, x, target, logsumexp, dy):
+        y = b.upsample(b.cast_to(x, F32), factors=factors)
+        dy = b.cross_entropy_grad(dy, y, target, logsumexp, None, reduction="sum", ignore_index=2)
+        return [b.sum(part, dims=(2, 4)) for part in b.upsample_shares(dy, factors=factors)]
+
+    return body
+
+
 def typed_cases(e: ScalarType) -> dict[str, Case]:
     """Kernels that are tried in every type of floats; statistics of rows are f32 in all of them."""
     rows, column, vector, index = T(4, 6, 21, e=e), T(4, 6, 1), T(21, e=e), T(13, e=I64)
@@ -186,6 +197,8 @@ def step_cases() -> dict[str, Case]:
             {0: CHANNELS_LAST, 1: CHANNELS_LAST, 2: CHANNELS_LAST}, SPLIT, 256),
         "upsample": case([T(2, 5, 3, 4)], lambda b, x: b.upsample(b.relu(x), factors=(3, 2))),
         "upsample_grad": case([T(2, 3, 4, 40)], lambda b, dy: b.upsample_grad(dy, factors=(1, 8))),
+        "enlarged_loss": case([T(2, 5, 3, 2, e=BF16), T(2, 12, 10, e=I64), T(2, 12, 10), T()], enlarged_loss((4, 5)),
+            {0: CHANNELS_LAST}, [Sums(16, 8, 1, 1), Sums(4, 32, 1, 1)], 5),
         "avg_pool_grad": case([T(2, 5, 3, 4)], lambda b, dy: b.avg_pool_grad(dy, input_shape=(2, 5, 6, 7),
             kernel=(3, 2), stride=(2, 2), padding=(1, 1), ceil_mode=False, count_include_pad=False)),
         "scalar": case([T(), T()], lambda b, x, y: b.add(x, y)),

@@ -183,6 +183,25 @@ def _(b, dy, w, bits):
     return [d, b.sum(b.cast(d, dtype=F32), dims=(0,))]
 
 
+@case("residual sum on store, and where it is positive, as bits", (70, 40), (96, 40), (70, 96), ((96,), F32))
+def _(b, x, w, r, shift):
+    z = b.add(b.cast(b.contract(x, w, spec="mk,nk->mn"), dtype=F32), b.add(b.cast(r, dtype=F32), shift))
+    return [b.cast(b.relu(z), dtype=x.type.element), b.pack_bits(b.gt(z, 0.0), dim=1)]
+
+
+@case(
+    "mask of what a norm gives and its sums, of two tensors read beside",
+    *((2, 70, 40), (40, 96), (2, 70, 96), (2, 70, 96), ((96,), F32), ((96,), F32)),
+)
+def _(b, dy, w, x, r, scale, mean):
+    x = b.cast(x, dtype=F32)
+    g = b.add(b.cast(b.contract(dy, w, spec="abk,kn->abn"), dtype=F32), b.cast(r, dtype=F32))
+    g = b.select(b.gt(b.mul(x, scale), 0.0), g, 0.0)
+    wide = b.mul(g, b.sub(x, mean))
+    sums = [b.sum(v, dims=(0, 1)) for v in (g, wide, b.mul(wide, wide))]
+    return [b.cast(g, dtype=dy.type.element), *sums]
+
+
 @case("bits on load decide what is multiplied", (70, 64), (52, 64), ((70, 8), UI8))
 def _(b, x, w, bits):
     return b.contract(b.select(b.unpack_bits(bits, dim=1), x, 0.0), w, spec="mk,nk->mn")
@@ -527,6 +546,63 @@ def test_pieces(child: Ask, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "derivative of the activation and column sums",
+        "residual of another type, result of a third",
+        "sum of squares, row sums, column sums",
+        "bits on store decide what stays, column sums",
+        "residual sum on store, and where it is positive, as bits",
+        "mask of what a norm gives and its sums, of two tensors read beside",
+        "scale, shift and activation on load, statistics on store",
+    ],
+)
+def test_pieces_in_the_order_of_memory_and_of_tensor_cores(child: Ask, name: str) -> None:
+    """Whole columns and a part of them, rows that several sixteens of a warp have; bits fill no byte of two tiles."""
+    sizes = [(m, n, 2) for m, n in ((64, 64), (128, 64), (64, 128))] + [(64, 128, 4)]
+    tiles = [dict(m=m, n=n, k=32, warps=4, stages=2, pieces=p, at_once=a) for m, n, p in sizes for a in (False, True)]
+    assert_right(child(name, "bf16", tiles=tiles, every=True), least=8)
+
+
+def product_of(name: str) -> Any:
+    """The product of a case, of bf16."""
+    pytest.importorskip("triton")
+    from wholestep.backends.triton.contraction import Contraction
+
+    function, results = kernel(name, BF16)
+    types = [*types_of(CASES[name][0], BF16), *results]
+    return Contraction(function, [Spec(t.shape, strides_of(t.shape), torch_dtype(t.element)) for t in types])
+
+
+def test_two_sums_of_columns_are_exchanged_at_once() -> None:
+    """Three in two rounds, and what is read goes through shared memory once with what was multiplied."""
+    from wholestep.backends.triton.contraction import Tile
+
+    product = product_of("mask of what a norm gives and its sums, of two tensors read beside")
+    for tile, rounds in ((Tile(64, 64, 32, 4, 2, pieces=2), 4), (Tile(64, 64, 32, 4, 2, pieces=2, at_once=True), 2)):
+        source = product.generate(tile).source.partition("finish")[0]
+        assert source.count("0, keep_dims=True)") == rounds, source
+        assert source.count("held0 = (") == (1 if tile.at_once else 2)
+    bits = product_of("bits on store decide what stays, column sums")
+    assert "held0" not in bits.generate(Tile(64, 64, 32, 4, 2, pieces=2)).source
+
+
+def test_long_vectors_are_read_for_every_tile_of_rows() -> None:
+    """Those with an element for each thread, unless warps share rows; short ones are kept, unless they are many."""
+    from wholestep.backends.triton.contraction import Tile
+
+    product = product_of("scale, shift and activation on load, statistics on store")
+
+    def kept(m: int, k: int, warps: int) -> int:
+        source = product.generate(Tile(m, 64, k, warps, 2, programs=2)).source
+        return source.partition("for row in")[0].count("= tl.load(p2") + source.partition("for row in")[0].count(
+            "= tl.load(p3"
+        )
+
+    assert [kept(64, 64, 4), kept(64, 128, 4), kept(64, 128, 8), kept(64, 256, 8), kept(128, 256, 8)] == [2, 0, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
         "scale, shift and activation on load, statistics on store",
         "derivative of the activation and column sums",
         "both halves of a gate's gradient, each a part of something, and their sums",
@@ -539,6 +615,7 @@ def test_programs_that_stay_for_many_tiles(child: Ask, name: str) -> None:
     """Whole columns and parts of them, more programs than tiles and fewer, rows that several warps or one have; all
     that is summed at once, and in rounds of which the last is not whole."""
     sizes = [(64, 64, 64, 4, 2), (64, 32, 64, 8, 4), (128, 64, 64, 4, 1), (64, 64, 64, 4, 5), (64, 64, 16, 4, 2)]
+    sizes.append((64, 64, 128, 4, 2))
     tiles = [dict(m=m, n=n, k=k, warps=w, stages=2, programs=p) for m, n, k, w, p in sizes]
     for element in ("f32", "bf16"):
         assert_right(child(name, element, tiles=tiles, every=True), least=4)

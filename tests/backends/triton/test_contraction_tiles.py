@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_many_functions_leave_room_for_fewer_sums() -> None:
     few, some, many = (tiles.staying(demand(256, 128, after=after)) for after in (8, 15, 20))
     assert max(map(tiles.sums_per_thread, few)) == 64 and max(map(tiles.sums_per_thread, some)) == 32
     assert not many and max(map(tiles.sums_per_thread, tiles.staying(demand(64, 128, after=20)))) == 16
+
+
+def test_columns_that_are_summed_up_are_cut_in_two_or_as_threads_are_more() -> None:
+    tile = tiles.Tile(128, 128, 64, 4, 3)
+    asked = demand(1024, 1024, beside=2, after=10)
+    assert tiles.pieces(tile, asked) == 4 and tiles.pieces(tile, replace(asked, sums=True)) == 2
+    assert tiles.pieces(replace(tile, m=64, n=64), replace(asked, sums=True)) == 1
+    assert tiles.pieces(replace(tile, m=64, n=256), replace(asked, sums=True)) == 4
+
+
+def test_bits_are_written_at_once_where_a_thread_has_room() -> None:
+    asked = replace(demand(1024, 1024, beside=2, after=10), in_order=True)
+    found = [t for t in tiles.choices(asked) if t.pieces > 1]
+    assert found and all(t.at_once == (t.m >= 16 * t.warps) for t in found) and any(t.at_once for t in found)
+    assert not any(t.at_once for t in tiles.choices(replace(asked, in_order=False)))
+    crowded = tiles.choices(replace(asked, beside=8))
+    assert not any(t.at_once for t in crowded if tiles.sums_per_thread(t) == 128)
 
 
 def test_programs_stay_with_a_computed_factor_where_little_is_multiplied() -> None:

@@ -17,9 +17,20 @@ import pytest
 import torch
 
 from tests import warm
-from tests.backends.triton.kernels import CHANNELS_LAST, T, case, dropout, norm_grad, of_step, rope, statistics
+from tests.backends.triton.kernels import (
+    CHANNELS_LAST,
+    T,
+    case,
+    dropout,
+    enlarged_loss,
+    norm_grad,
+    of_step,
+    rope,
+    statistics,
+)
 from wholestep.backends.kernels import Spec
 from wholestep.backends.triton import compiling, generate, launch, scalars, worker
+from wholestep.backends.triton.families import Family
 from wholestep.dialects.step.base import torch_dtype
 from wholestep.errors import InputError
 from wholestep.ir.core import Op
@@ -55,6 +66,10 @@ def first(types, body, orders=None) -> generate.Candidate:
     return generate.candidates(kernel, specs)[0]
 
 
+#: logits, labels and what else the loss of enlarged images is computed from
+ENLARGED = [T(16, 21, 60, 60, e=BF16), T(16, 480, 480, e=I64), T(16, 480, 480), T()]
+
+
 def training_kernels() -> dict[str, generate.Candidate]:
     """Kernels of real steps at real size."""
     rows, image = T(8192, 768, e=BF16), T(64, 64, 56, 56, e=BF16)
@@ -68,6 +83,7 @@ def training_kernels() -> dict[str, generate.Candidate]:
         "layer_norm_grad": first([rows, rows, column, column, T(768, e=BF16), rows], norm_grad),
         "cross_entropy": first([T(8192, 50257, e=BF16), T(8192, e=I64)], lambda b, x, t: b.cross_entropy(x, t)),
         "column_sum": first([T(8192, 3072, e=BF16)], lambda b, x: b.sum(x, dims=(0,))),
+        "enlarged_loss": first(ENLARGED, enlarged_loss((8, 8)), {0: CHANNELS_LAST}),
         "statistics": first([image], statistics),
         "statistics_channels_last": first([image], statistics, {0: CHANNELS_LAST}),
     }
@@ -285,6 +301,22 @@ def test_channels_last_is_one_flat_run():
     turned = {i: CHANNELS_LAST for i in range(3)}
     assert generate.candidates(kernel, specs_of(kernel, turned))[0].source.count("%") == 0
     assert generate.candidates(kernel, specs_of(kernel, {0: CHANNELS_LAST}))[0].name.startswith("tile")
+
+
+def test_what_large_tensors_have_not_is_walked_inside():
+    """Labels are read once for all classes, which come as they lie; pixels of a cell are added up in a thread."""
+    kernel = of_step(ENLARGED, enlarged_loss((8, 8)))
+    family = Family(kernel, specs_of(kernel, {0: CHANNELS_LAST}))
+    assert [d.size for d in family.inside] == [16, 61, 61, 21]
+    assert generate.candidates(kernel, specs_of(kernel, {0: CHANNELS_LAST}))[0].name == "sum 16x64 p1 w4"
+
+
+def test_what_is_looked_up_many_times_does_not_say_the_order():
+    """Rows of classes that are computed from few pixels: their order is that of labels."""
+    enlarged = lambda b, x, t: b.cross_entropy(b.upsample(b.cast_to(x, F32), factors=(8, 8)), t)  # noqa: E731
+    kernel = of_step(ENLARGED[:2], enlarged)
+    family = Family(kernel, specs_of(kernel, {0: CHANNELS_LAST}))
+    assert [d.size for d in family.inside] == [21] and [d.size for d in family.outside] == [16, 480, 480]
 
 
 @pytest.mark.parametrize("points, wide", [(2**20, False), (2**31, True)])

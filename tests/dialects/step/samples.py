@@ -290,6 +290,8 @@ sample("adaptive_avg_pool", x, size=(1, 1))
 sample("adaptive_avg_pool_grad", randn(2, 4, 3, 3), size=(3, 3), input_shape=(2, 4, 6, 7))
 sample("upsample", x, factors=(2, 3))
 sample("upsample_grad", randn(2, 4, 6, 9), factors=(2, 1))
+sample("upsample_cells_grad", randn(2, 3, 8, 15), factors=(4, 5))
+sample("upsample_shares", randn(2, 3, 8, 15), factors=(4, 5))
 
 sample("embedding", randn(5, 4), randint(5, 2, 3), padding_idx=1)
 sample("embedding_grad", randn(2, 3, 4), randint(5, 2, 3), rows=5, padding_idx=1)

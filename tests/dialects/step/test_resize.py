@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from tests.transforms.test_windows import results
 from wholestep.ir.builtin import functions
 
 FACTORS = [(2, 2), (3, 1), (8, 5), (1, 16), (16, 16)]
+#: what the gradients are called
+GRADIENTS = {"step.upsample_grad", "step.upsample_cells_grad"}
 
 
 def large(x: torch.Tensor, factors: tuple[int, int]) -> torch.Tensor:
@@ -33,6 +37,19 @@ def test_loops_are_those_of_torch(factors: tuple[int, int], size: tuple[int, int
     torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("factors", [(2, 2), (4, 5), (8, 4), (16, 16)], ids=str)
+def test_cells_share_out_what_torch_does(factors: tuple[int, int], size: tuple[int, int]) -> None:
+    x = data(1, 2, *size).double().requires_grad_()
+    y = large(x, factors)
+    dy = data(*y.shape, seed=1).double()
+    (gradient,) = torch.autograd.grad(y, x, dy)
+    parts = results(lambda b, dy: list(b.upsample_shares(dy, factors=factors)), dy)
+    before, above, left, after = (part.sum((2, 4)) for part in parts)
+    mine = before[:, 1:, 1:] + above[:, 1:, :-1] + left[:, :-1, 1:] + after[:, :-1, :-1]
+    torch.testing.assert_close(mine.movedim(-1, 1), gradient, rtol=1e-12, atol=1e-12)
+
+
 class Segments(nn.Module):
     def __init__(self, **how: object):
         super().__init__()
@@ -42,12 +59,28 @@ class Segments(nn.Module):
         return F.interpolate(self.conv(x), mode="bilinear", **self.how)  # type: ignore[arg-type]
 
 
+def test_what_is_summed_by_cells() -> None:
+    """By large factors, and where the gradient is computed from the enlarged image and little else."""
+    x = data(2, 3, 6, 4)
+
+    def gradients(loss: Any, target: torch.Tensor, factor: int) -> set[str]:
+        model = Segments(scale_factor=factor)
+        step = ws.compile(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), (x, target))
+        return GRADIENTS & {op.name for function in functions(step.program()) for op in function.regions[0].block}
+
+    labels = torch.zeros(2, 48, 32, dtype=torch.int64)
+    assert gradients(F.cross_entropy, labels, 8) == {"step.upsample_cells_grad"}
+    assert gradients(F.cross_entropy, labels[:, :12, :8], 2) == {"step.upsample_grad"}
+    assert gradients(F.mse_loss, data(2, 5, 48, 32), 8) == {"step.upsample_grad"}
+
+
 @pytest.mark.parametrize(
     ("how", "ours"),
     [
         ({"size": (24, 12)}, True),
         ({"scale_factor": 2}, True),
         ({"scale_factor": (4.0, 1.0)}, True),
+        ({"scale_factor": (8.0, 5.0)}, True),
         ({"size": (24, 12), "align_corners": True}, False),
         ({"scale_factor": 1.5}, False),
         ({"scale_factor": 2.1}, False),  # 6 and 4 become 12 and 8, but not by 2
@@ -65,7 +98,7 @@ def test_training_is_that_of_torch(how: dict[str, object], ours: bool) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
     step = ws.compile(model, F.cross_entropy, optimizers[0], (x, target))
     names = {op.name for function in functions(step.program()) for op in function.regions[0].block}
-    assert ("step.upsample" in names) == ("step.upsample_grad" in names) == ours
+    assert ("step.upsample" in names) == bool(GRADIENTS & names) == ours
     for _ in range(2):
         loss = F.cross_entropy(twin(x), target)
         optimizers[1].zero_grad()

@@ -200,7 +200,7 @@ class Writer:
         assert factor.op is not None
         written = loops.stores if stores else []
         if not written and factor.op.definition is Load and str(factor.type) in FACTORS:
-            part.raw = factor  # (nothing else is computed from it)
+            part.raw = [factor]  # (nothing else is computed from it)
         if only:
             part.only = {part.walk.accesses[op].argument: only for op in written}
         wanted = [factor.op, *written]

@@ -163,6 +163,10 @@ def reading_ahead(family: Family, block: int) -> list[Config]:
     return made
 
 
+#: the longest of many sums that are added up a few numbers at a time, by threads that keep them
+SHORT = 256
+
+
 def sums(family: Family) -> list[Config]:
     kept, reduced = family.length, family.count
     made: list[Config] = []
@@ -174,6 +178,8 @@ def sums(family: Family) -> list[Config]:
             k = min(width, wide)
             made += split(family, min(high * (width // k), power_of_two(reduced)), k, warps, stages)
     else:
+        if 16 < reduced <= SHORT and kept >= 1024 * PROCESSORS:
+            made += [Sums(16, 64, 1, 4), Sums(16, 32, 1, 4)]
         for size, warps in ((2048, 4), (4096, 8), (1024, 4), (8192, 16)):
             n = min(size, power_of_two(reduced))
             made += split(family, n, between(1, size // n, power_of_two(kept)), warps)

@@ -447,6 +447,8 @@ class Contraction:
                 stored=(bool(self.stored_with(0)), bool(self.stored_with(1))),
                 parts=self.parts,
                 joints=tuple(self.joints),
+                sums=any(map(self.sums_columns, self.sums)),
+                in_order=self.packs and any(map(self.holds_bits, self.stores)),
             )
         )
         return [tile for tile in found if self.fills_bytes(tile)]
@@ -459,6 +461,35 @@ class Contraction:
         """Whether no byte of bits that a tile writes is another's as well."""
         early, late = (any(map(self.holds_bits, ops)) for ops in (self.early, self.stores))
         return not (early and tile.k % GROUP) and not (late and tile.n // self.parts // tile.pieces % GROUP)
+
+    def sums_columns(self, own: Sum) -> bool:
+        """Whether a sum is one of columns."""
+        return "n" in own.kept and "m" not in own.kept and self.parts == 1 and self.adds(own.op)
+
+    @property
+    def packs(self) -> bool:
+        """Whether all that is read along rows beside sums of tensor cores is so in tiles, and no bits are."""
+        read = [self.read_type(op) for op in self.beside_rows]
+        tensor_cores = self.parts == 1 and str(self.factors[0].type) != "f32"
+        return tensor_cores and all(read) and "tl.int1" not in read
+
+    @cached_property
+    def beside_rows(self) -> list[Op]:
+        """What is read along rows, for what follows the product."""
+        made = self.makers(op.operands[0] for op in (*self.stores, *self.others))
+        return [op for op in made if op.definition is Load and self.reach(op) & self.groups["m"]]
+
+    def read_type(self, op: Op) -> str:
+        """The type in which a tile of something is read beside the product; "" where it is not read as a tile."""
+        access = self.walk.accesses[op]
+        if access.guards or access.numbers or not self.reach(op) & self.groups["n"]:
+            return ""
+        return "tl.int1" if access.bits else FACTORS.get(str(op.operands[0].type.element), "")
+
+    def stored_type(self, op: Op) -> str:
+        """The type in which a whole tile of something is stored; "" where it goes piece by piece."""
+        bits = self.walk.accesses[op].bits
+        return "tl.int1" if bits else FACTORS.get(str(op.operands[1].type.element), "")
 
     def adds(self, op: Op) -> bool:
         return op.attributes["kind"] == "sum" and op.attributes["dtype"] is F32

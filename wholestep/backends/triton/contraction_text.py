@@ -6,20 +6,22 @@ split over programs, a second function adds up the parts, writes the results and
 program may stay for many tiles of rows: it reads the next ones meanwhile, and keeps the second factor and its sums.
 Sums of a factor are taken in the same walk, and finished as those of the result are. Outputs that lie as a factor
 does are stored where that is computed, by one of the programs that compute it. Where results are read at several
-places at once, a tile has the columns of each, one run after the other, and its sums come apart by these.
+places at once, a tile has the columns of each, one run after the other, and its sums come apart by these. For what
+follows, a large tile of sums is cut into pieces, and written so that threads seldom exchange numbers (`pieces.py`).
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...dialects.loop import Load
 from ...ir.core import Op, Value
 from ..kernels import Spec
+from . import pieces
 from .contraction import FACTORS, Contraction, Span, Sum
 from .contraction_tiles import Tile
 from .families import TORCH, Function, Generated, power_of_two
@@ -42,6 +44,8 @@ WRITTEN_OUT = 4
 SUMMED = 4
 #: columns that a program of a finishing function has
 COLUMNS = 32
+#: registers of a thread for vectors that it keeps
+VECTORS = 64
 
 
 @dataclass
@@ -49,8 +53,8 @@ class Side(Text):
     """One of the three tiles: rows x summed, summed x columns, rows x columns. Its names begin with `mark`."""
 
     mark: str = ""
-    #: a factor that is a load: it stays in its own type
-    raw: Value | None = None
+    #: what is a load and stays in its own type: a factor, or what is packed
+    raw: Sequence[Value] = ()
     #: per output that several programs compute alike: which of them stores it
     only: dict[int, str] = field(default_factory=dict)
     #: where each run of the tile's columns begins, in elements behind the first
@@ -65,7 +69,7 @@ class Side(Text):
         return f"{self.mark}_{super().index(dim)}"
 
     def bind(self, value: Value, number: Number) -> None:
-        if value is self.raw:
+        if value in self.raw:
             own, bare = FACTORS[str(value.type)], number.text.removesuffix(".to(tl.float32)")
             wide = bare == number.text and own != number.type  # inside of what guards a row that is looked up
             number = Number(f"{bare}.to({own})" if wide else bare, own)
@@ -128,7 +132,7 @@ class Writer:
         #: programs that share a column of tiles
         self.stay = tile.programs // self.n.blocks
         #: the rows and columns of a program that adds up what programs have that share a sum
-        self.high, self.wide = self.added_axes()
+        self.tall, self.wide = self.added_axes()
         self.partials = [self.partial(own) for own in product.sums]
         #: of sums of a factor, a row per part of what is summed over
         self.asides = [self.aside(op) for op in product.beside]
@@ -243,13 +247,14 @@ class Writer:
         targets = [
             (self.computed(0, a, "column", self.n.blocks), self.computed(1, b, "first", self.stay)) for a, b in rounds
         ]
+        again = self.read_again([(a, ops) for (a, _), (ops, _) in zip(rounds, targets, strict=True)])
         for number, (a, b) in enumerate(rounds):
             for side, ops in zip((a, b), targets[number], strict=True):
                 side.start(self.z, "0")
                 side.start(side.axes[2], f"{number * tile.k}")
                 if side is b:
                     side.start(self.n, f"column * {tile.n}")
-                side.ready(side.needed(ops))
+                side.ready(op for op in side.needed(ops) if op not in again)
             b.line(f"weights{number} = {self.factor(b, column)}")
         wanted = [*product.stores, *product.others]
         text.names[product.dot.results[0]] = Number("total", "tl.float32")
@@ -257,9 +262,8 @@ class Writer:
         text.start(self.z, "0")
         text.start(self.n, f"column * {tile.n}")
         text.ready(beside)
-        shape = min(tile.m // 16, tile.warps), 8
         for number, _ in enumerate(product.sums):
-            text.line(f"sum{number} = tl.zeros({(*shape, tile.n)}, tl.float32)")
+            text.line(f"sum{number} = tl.zeros({self.high, tile.n}, tl.float32)")
         # in rounds, what lies along the first dimension of rows, such as images, is read once for rows of one of these
         alone = len(rounds) > 1 and product.rows is None and self.m.alone
         text.line(f"for row in tl.range(first, {self.m.blocks}, {self.stay}, num_stages={tile.stages}):")
@@ -275,17 +279,32 @@ class Writer:
         text.ready(text.needed(wanted))
         axes = [self.m, self.n]
         for number, own in enumerate(product.sums):
-            text.line(f"sum{number} += {self.rows_added(text.operand(own.op, axes))}")
+            text.line(f"sum{number} += {self.rows_added(text.operand(own.op, axes), tile.n)}")
         text.depth = 1
         for number, own in enumerate(product.sums):
             over = [x for x in axes if x.name not in own.kept]
-            rows = math.prod(shape)
-            held = f"tl.reshape(sum{number}, ({rows}, {tile.n}))"
-            self.keep(text, number, own, text.total(own.op, held, axes, over).text)
+            self.keep(text, number, own, text.total(own.op, f"sum{number}", axes, over).text)
         for a, b in rounds:
             text.helpers |= a.helpers | b.helpers
         self.texts.append((text, tile.programs, tile.warps))
         self.finish([*self.partials, *self.asides])
+
+    def read_again(self, sides: Sequence[tuple[Side, Sequence[Op]]]) -> set[Op]:
+        """The vectors along what is summed that are read for every tile of rows: where they would take too many
+        registers, or have an element for each thread, in whose order Triton would compute the whole factor. (That is
+        better than in the order of tensor cores where warps share rows: each would compute all of these.)"""
+        tile, found, count = self.tile, set(), 0
+        for side, ops in sides:
+            needed = side.needed(ops)
+            vectors = [op for op in needed if op.definition is Load and self.is_vector(side, op)]
+            combined = {v for op in needed if op.results and self.is_vector(side, op) for v in op.operands}
+            found |= {op for op in vectors if op.results[0] not in combined}
+            count += len(vectors)
+        one_each = tile.k >= 32 * tile.warps
+        return found if (tile.m >= 16 * tile.warps if one_each else count * tile.k // 4 > VECTORS) else set()
+
+    def is_vector(self, side: Side, op: Op) -> bool:
+        return side.tiled(side.op_axes(op)) == [side.axes[2]]
 
     def round(self, lines: list[str], first: int) -> tuple[Side, Side]:
         """The sides of one round over the summed dimension."""
@@ -299,47 +318,135 @@ class Writer:
             Side(walk, (self.z, self.n, b), "dot", lines, mark=f"b{number}", span=span),
         )
 
-    def rows_added(self, value: str) -> str:
+    @property
+    def high(self) -> int:
+        """Rows that remain of a tile where each thread has added up its own."""
+        return 8 * min(self.tile.m // 16, self.tile.warps)
+
+    def rows_added(self, value: str, columns: int) -> str:
         """A tile with the rows that one thread has added up, which costs nothing: tensor cores give it the rows i and
         i + 8 of sixteen, and of every so many sixteens as there are warps."""
-        sixteens, n = self.tile.m // 16, self.tile.n
-        high = min(sixteens, self.tile.warps)
-        value = f"tl.sum(tl.reshape({value}, ({sixteens}, 2, 8, {n})), 1)"
-        return value if high == sixteens else f"tl.sum(tl.reshape({value}, ({sixteens // high}, {high}, 8, {n})), 0)"
+        sixteens, high = self.tile.m // 16, self.high // 8
+        value = f"tl.sum(tl.reshape({value}, ({sixteens}, 2, 8, {columns})), 1)"
+        if high < sixteens:
+            value = f"tl.sum(tl.reshape({value}, ({sixteens // high}, {high}, 8, {columns})), 0)"
+        return f"tl.reshape({value}, ({self.high}, {columns}))"
 
     def after(self, text: Side) -> None:
-        """What is computed from the tile of sums, piece by piece; a piece has columns of every run."""
-        product, count, run = self.product, self.tile.pieces, self.n.run
-        names = ["total"]
-        while len(names) < count * product.parts:
-            high, wide = self.tile.m, self.tile.n // len(names) // 2
-            for name in names:
-                text.line(f"{name} = tl.permute(tl.reshape({name}, ({high}, 2, {wide})), (0, 2, 1))")
-                text.line(f"{name}_0, {name}_1 = tl.split({name})")
-            names = [f"{name}_{half}" for name in names for half in (0, 1)]
+        """What is computed from the tile of sums, piece by piece; a piece has columns of every run. Or all is read
+        before the first and stored behind the last: pieces are then in the order that tensor cores leave."""
+        product, count, run, at_once = self.product, self.tile.pieces, self.n.run, self.tile.at_once
+        # where sums are made of it as well, a piece goes through shared memory once for all
+        packs = count > 1 and not at_once and product.packs and bool(product.sums)
+        held = self.read(self.whole(text), "total") if at_once else {}
+        late = [op for op in product.stores if at_once and product.stored_type(op)]
+        names = {name: self.cut(text, name) for name in held or ["total"]}
         columns = axis("n", self.n.dims, run // count, 1)
-        totals: dict[Op, str] = {}
         for i in range(count):
             piece = Side(product.walk, (self.z, self.m, columns), text.name, text.lines, mark=f"c{i}" if i else "c")
             self.open(piece, columns, f"column * {run}" + (f" + {i * columns.block}" if i else ""))
-            for dot, name in zip(product.dots, names[i::count], strict=True):
-                piece.names[dot.results[0]] = Number(name, "tl.float32")
-            piece.ready(piece.needed([*product.stores, *product.others]))
-            for number, own in enumerate(product.sums):
-                value = self.part_of(piece, own).text
-                if "n" in own.kept:
-                    self.keep(piece, number, own, value)
-                elif i == 0:
-                    totals[own.op] = f"sum{number}"
-                    piece.line(f"sum{number} = {value}")
-                else:
-                    kind, type = own.op.attributes["kind"], accumulator_type(own.op.attributes["dtype"])
-                    piece.line(f"sum{number} = {combined(kind, f'sum{number}', value, type)}")
+            there, own = held, {name: cuts[i::count] for name, cuts in names.items()}
+            if packs:
+                there = self.read(piece, own["total"][0])
+                own = {name: [name] for name in there} or own
+            self.unpack(piece, there, own)
+            piece.ready(op for op in piece.needed([*product.stores, *product.others]) if op not in late)
+            for number, op in enumerate(late):
+                piece.line(f"stored{number}_{i} = {self.stored(piece, op)}")
+            self.add_piece(piece, i)
             text.helpers |= piece.helpers
-        for number, own in enumerate(product.sums):
-            if own.op in totals:
-                self.keep(piece, number, own, totals[own.op])
+        for number, summed in enumerate(product.sums):
+            if "n" not in summed.kept:
+                self.keep(piece, number, summed, f"sum{number}")
+        self.store_whole(text, late)
+        if at_once:
+            self.keep_columns(text, self.n, f"column * {run}", range(count))
         self.finish([*self.partials, *self.asides])
+
+    def cut(self, text: Side, name: str) -> list[str]:
+        return pieces.cut(text, name, self.tile.pieces * self.product.parts, self.tile.m, self.tile.n)
+
+    def read(self, side: Side, total: str) -> dict[str, list[pieces.Packed]]:
+        """Reads what is beside a tile of sums, and packs it with these. Returns what each integer has."""
+        types = {op.results[0]: self.product.read_type(op) for op in self.product.beside_rows}
+        side.raw = [value for value, type in types.items() if type != "tl.int1"]
+        side.ready(self.product.beside_rows)
+        side.raw = []
+        held = {f"held{i}": group for i, group in enumerate(pieces.grouped(types))}
+        for name, group in held.items():
+            side.line(f"{name} = {pieces.with_sums(total, [p.into(side.names[p.value].text) for p in group])}")
+        return held
+
+    def unpack(
+        self, piece: Side, held: Mapping[str, Sequence[pieces.Packed]], names: Mapping[str, Sequence[str]]
+    ) -> None:
+        """What a piece has: of a product, or of each of several; and what was read beside."""
+        for name, own in names.items():
+            for packed in held.get(name, ()):
+                piece.bind(packed.value, packed.out_of(own[0]))
+            for dot, total in zip(self.product.dots, own, strict=True):
+                piece.names[dot.results[0]] = Number(pieces.sums_in(total) if held else total, "tl.float32")
+
+    def whole(self, text: Side) -> Side:
+        """What is read or stored of a whole tile."""
+        side = Side(self.product.walk, (self.z, self.m, self.n), text.name, text.lines, mark="t")
+        self.open(side, self.n, f"column * {self.tile.n}")
+        return side
+
+    def stored(self, piece: Side, op: Op) -> str:
+        """What is stored of a piece, over all of it."""
+        value, axes = op.operands[0], piece.tile
+        text = piece.names[value].to(self.product.stored_type(op))
+        whole = all(a in piece.value_axes(value) for a in axes)
+        return text if whole else f"tl.broadcast_to({text}, {piece.shape(axes)})"
+
+    def store_whole(self, text: Side, stores: Sequence[Op]) -> None:
+        """Stores what all pieces have."""
+        count, tile = self.tile.pieces, self.tile
+        side = self.whole(text) if stores else text
+        for number, op in enumerate(stores):
+            names = [f"stored{number}_{i}" for i in range(count)]
+            name = pieces.side_by_side(text, names, tile.m, tile.n // count)
+            side.names[op.operands[0]] = Number(name, self.product.stored_type(op))
+            side.store(op)
+
+    def add_piece(self, piece: Side, i: int) -> None:
+        """What a piece adds to sums of the result."""
+        axes = piece.axes[1:]
+        for number, own in enumerate(self.product.sums):
+            name = f"sum{number}"
+            if self.product.sums_columns(own):
+                value = piece.operand(own.op, axes)
+                piece.line(f"{name}_{i} = {self.rows_added(value, axes[1].block) if self.tile.at_once else value}")
+                continue
+            value = self.part_of(piece, own).text
+            if "n" in own.kept:
+                self.keep(piece, number, own, value)
+                continue
+            kind, type = own.op.attributes["kind"], accumulator_type(own.op.attributes["dtype"])
+            piece.line(f"{name} = {combined(kind, name, value, type) if i else value}")
+        if not self.tile.at_once:
+            self.keep_columns(piece, axes[1], piece.starts["n"], [i])
+
+    def keep_columns(self, text: Side, columns: Axis, first: str, parts: Sequence[int]) -> None:
+        """Writes partial sums of columns, two sums at a time: threads exchange what they have of both at once."""
+        sums, wide = self.product.sums, columns.block
+        high = self.high if self.tile.at_once else self.tile.m
+        numbers = [i for i, own in enumerate(sums) if self.product.sums_columns(own)]
+        for kept in dict.fromkeys(sums[i].kept for i in numbers):
+            alike = [i for i in numbers if sums[i].kept == kept]
+            for pair in (alike[i : i + 2] for i in range(0, len(alike), 2)):
+                names = [f"sum{number}_{i}" for number in pair for i in parts]
+                value = f"tl.sum({pieces.side_by_side(text, names, high, wide // len(parts))}, 0, keep_dims=True)"
+                own = replace(columns, block=len(pair) * wide, turns=len(pair))
+                side = Side(self.product.walk, (self.z, self.m, own), text.name, text.lines, mark="s")
+                self.open(side, own, first)
+                places = [self.place(i, sums[i]) for i in pair]
+                place = places[0]
+                if len(pair) > 1:
+                    place = f"tl.where(tl.arange(0, {2 * wide})[None, :] < {wide}, {places[0]}, {places[1]})"
+                mask = side.mask([own])
+                text.line(f"tl.store({place}, {value}{f', mask={mask}' if mask else ''})")
 
     def places(self, text: Text) -> None:
         """The tile of a program: rows of tiles in groups, so that neighbours in time read the same columns."""
@@ -363,7 +470,7 @@ class Writer:
         """What a side computes: its factor and outputs that lie as it does, which the first of some blocks stores."""
         product, factor = self.product, self.product.factors[number]
         assert factor.op is not None
-        side.raw = factor if product.plain(factor) else None
+        side.raw = [factor] if product.plain(factor) else []
         stored = product.stored_with(number)
         if blocks > 1:
             side.only = {product.walk.accesses[op].argument: f"({place} == 0)" for op in stored}
@@ -377,9 +484,9 @@ class Writer:
         if any(a not in side.value_axes(factor) for a in axes):
             text = f"tl.broadcast_to({text}, {side.shape(axes)})"
         mask = side.mask([side.axes[2]])
-        if side.raw is None and mask:
+        if not side.raw and mask:
             text = f"tl.where({mask}, {text}, 0.0)"
-        if side.raw is None and type != "tl.float32":
+        if not side.raw and type != "tl.float32":
             text = f"({text}).to({type})"
         # the interpreter multiplies the bits of bf16
         return f"{text}.to(tl.float32)" if interpreting() and type == "tl.bfloat16" else text
@@ -405,7 +512,7 @@ class Writer:
         place = f"{part} * {strides[0]} + batch * {strides[1]} + m * {n} + n"
         mask = text.mask(text.tile)
         text.line(f"tl.store(p{argument} + ({place}), total{f', mask={mask}' if mask else ''})")
-        met, step, y, x = 1, 0, self.high, self.wide
+        met, step, y, x = 1, 0, self.tall, self.wide
         if product.rows is not None and product.meets:
             met, step = self.m.dims[0].size, product.rows.step
         added = Side(product.walk, (self.z, y, x), "add_parts", mark="c")
@@ -452,7 +559,7 @@ class Writer:
         rows = own.columns
         blocks = self.z.blocks, self.stay or self.m.blocks, self.n.blocks
         if self.tile.split > 1:
-            blocks = self.z.blocks, self.high.blocks, self.wide.blocks
+            blocks = self.z.blocks, self.tall.blocks, self.wide.blocks
         for name, there in zip("zmn", blocks, strict=True):
             rows *= 1 if name in own.kept else there
         made = Partials(own, 0, rows)
@@ -476,7 +583,11 @@ class Writer:
 
     def keep(self, text: Side, number: int, own: Sum, value: str) -> None:
         """Writes a partial sum to its place."""
-        made = self.partials[number]
+        mask = text.mask([a for a in text.axes if a.name in own.kept])
+        text.line(f"tl.store({self.place(number, own)}, {value}{f', mask={mask}' if mask else ''})")
+
+    def place(self, number: int, own: Sum) -> str:
+        """Where the partial sums of a tile are written."""
         axes = {"z": self.z, "m": self.m, "n": self.n}
         row = ""
         for name, where in (("z", "batch"), ("m", "first" if self.stay else "row"), ("n", "column")):
@@ -488,8 +599,7 @@ class Writer:
         for name in own.kept:
             scale //= axes[name].size
             place.append(f"{name} * {scale}" if scale != 1 else name)
-        mask = text.mask([a for a in text.axes if a.name in own.kept])
-        text.line(f"tl.store(p{made.argument} + ({' + '.join(place)}), {value}{f', mask={mask}' if mask else ''})")
+        return f"p{self.partials[number].argument} + ({' + '.join(place)})"
 
     def finish(self, partials: Sequence[Partials]) -> None:
         """The functions that add up partial sums and write what is made of them, one per kind of output."""

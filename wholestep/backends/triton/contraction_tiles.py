@@ -46,6 +46,8 @@ LEAST_PART = 8
 RIDGE = 256
 #: the same for programs that stay where a factor is computed, which they do not do while they multiply
 RIDGE_COMPUTED = 128
+#: registers of a thread for its sums and all that is read beside them
+ROOM = 200
 #: registers of a thread beside its sums, and for each element that it computes of a factor
 OTHERS, EACH = 80, 1.5
 #: and where nothing is counted: of a program that takes all that is summed at once, and of one that does so in rounds
@@ -77,11 +79,19 @@ class Tile:
     pieces: int = 1
     #: as many programs, each for many tiles of rows and for the whole summed dimension; 0: one for each tile
     programs: int = 0
+    #: whether all that is read beside the product and stored of it is so at once, instead of piece by piece
+    at_once: bool = False
     #: whether it may be the best, by what others have shown: the rest is for those who try everything
     likely: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
-        shared = f" split{self.split}" if self.split > 1 else f" in{self.pieces}" if self.pieces > 1 else ""
+        shared = (
+            f" split{self.split}"
+            if self.split > 1
+            else f" {'at' if self.at_once else 'in'}{self.pieces}"
+            if self.pieces > 1
+            else ""
+        )
         shared += f" by{self.programs}" if self.programs else ""
         return f"dot {self.m}x{self.n}x{self.k}{shared} s{self.stages} w{self.warps}"
 
@@ -120,6 +130,10 @@ class Demand:
     parts: int = 1
     #: where what is summed goes over from one tensor to the next, of several that are read side by side
     joints: tuple[int, ...] = ()
+    #: whether columns of the result are summed up
+    sums: bool = False
+    #: whether truth values are written that lie as tensor cores leave columns, and what else is read is so in tiles
+    in_order: bool = False
 
 
 def choices(demand: Demand) -> list[Tile]:
@@ -135,6 +149,7 @@ def choices(demand: Demand) -> list[Tile]:
         if fits(tile, demand):
             for split in splits(tile, demand):
                 own = replace(tile, split=split, pieces=1 if split > 1 else pieces(tile, demand))
+                own = replace(own, at_once=own.pieces > 1 and at_once(own, demand))
                 made[own] = cost(own, demand)
     found = sorted(made, key=lambda t: (comes_again(t, demand), made[t]))
     stay = [*by_runs(demand), *staying(demand)][: MOST - 2]
@@ -272,10 +287,18 @@ def waits_for_memory(demand: Demand) -> bool:
 
 
 def pieces(tile: Tile, demand: Demand) -> int:
-    """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it."""
+    """Into how many pieces the tile of sums is cut, so that what is computed from it fits into registers beside it.
+    Where columns are summed up, in few: for each piece threads exchange what they have. But no piece has a column for
+    each thread, by which Triton would lay it out."""
     most = 128 if demand.around <= 1 and demand.after <= 3 else 64 if demand.after <= 6 else 32
-    each = tile.m * tile.n // (32 * tile.warps)
-    return max(1, min(each // most, tile.n // demand.parts // 32, 4))
+    few = max(2, tile.n // (16 * tile.warps)) if demand.sums else 4
+    return max(1, min(sums_per_thread(tile) // most, tile.n // demand.parts // 32, few))
+
+
+def at_once(tile: Tile, demand: Demand) -> bool:
+    """Whether a thread has room for all that is read beside its sums, which it then keeps as tensor cores left them."""
+    held = sums_per_thread(tile) * (4 + demand.beside) // 4
+    return demand.in_order and held <= ROOM and tile.m >= 16 * tile.warps
 
 
 def shared_bytes(tile: Tile, demand: Demand) -> int:

@@ -28,6 +28,8 @@ LONGEST_HELD = 16384
 LONGEST_ROW = 2**20
 #: multiprocessors of the GPU that configurations are first guessed for; timing decides
 PROCESSORS = 132
+#: bytes that are still at hand when all of them are read again
+CACHE = 1 << 24
 #: warps of the kernel that finishes sums: it waits for memory most of its time
 FINISHING = 8
 TORCH = {
@@ -178,7 +180,15 @@ class Family:
         dims = walk.merged(lambda d: (d in self.row, membership[d]))
         self.inside = [d for d in dims if d.parts[-1] in self.row]
         self.outside = [d for d in dims if d.parts[-1] not in self.row]
+        if self.kind == "sums":
+            self.inside.sort(key=self.stands_still)
         self.check()
+
+    def stands_still(self, dim: Dim) -> bool:
+        """Whether the largest tensor does not change along a dimension and is more than a cache holds: where that is
+        walked inside of other dimensions, it is read once."""
+        largest = self.walk.heavy()[0]
+        return self.walk.bytes(largest) > CACHE and not self.walk.access_dims(largest) & set(dim.parts)
 
     def dims(self, op: Op) -> frozenset[int]:
         """The dimensions an op changes along; a store changes along its output's."""

@@ -17,6 +17,9 @@ from ...ir.types import I64
 from ..kernels import Spec
 from .scalars import NoText
 
+#: what is looked up more often than this is taken to be in a cache
+MANY_TIMES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -164,8 +167,11 @@ class Walk:
         return Access(argument, offset, numbers, tuple(guards), spec.dtype.itemsize, bits is not None)
 
     def bytes(self, access: Access) -> int:
-        """How many bytes an access touches, where every element is touched once."""
-        return access.itemsize * math.prod(self.sizes[d] for d in self.access_dims(access))
+        """How many bytes an access touches, where every element is touched once. What is looked up many times over is
+        at hand: it counts as what there is."""
+        touched = math.prod(self.sizes[d] for d in self.access_dims(access))
+        there = math.prod(self.specs[access.argument].shape)
+        return access.itemsize * (there if access.numbers and touched > MANY_TIMES * there else touched)
 
     def access_dims(self, access: Access) -> frozenset[int]:
         """The iteration dimensions that an access changes along."""

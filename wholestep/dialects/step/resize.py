@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ...ir.core import Op
+from ...ir.core import Op, Value
 from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ..loop import compute_type
 from .base import Roles, StepOp, step
@@ -21,6 +21,8 @@ from .windows import added, rounded
 aten = torch.ops.aten
 #: sums over factors up to this are written out; longer ones are walked: written out, they take long to compile
 WRITTEN_OUT = 4
+#: how many times larger an image is than what is small beside it
+SMALL = 4
 
 
 class Resize(StepOp):
@@ -55,10 +57,16 @@ def neighbours(k, place, factor: int, size: int, dtype) -> list[tuple]:
     if factor == 1:
         return [(place, None)]
     after, rest = k.divided(k.shifted(place, factor - factor // 2), factor)
+    return list(zip((k.shifted(after, -1), after), shares(k, after, rest, factor, size, dtype), strict=True))
+
+
+def shares(k, after, tap, factor: int, size: int, dtype) -> tuple:
+    """What the neighbours before and after are of a pixel of the larger line, of which `tap` lie between them and it.
+    Where there is only one it is all of it."""
     one, zero = k.constant(1.0, dtype), k.constant(0.0, dtype)
-    share = k.counted(rest, middle(factor) / factor, 1 / factor, dtype)
+    share = k.counted(tap, middle(factor) / factor, 1 / factor, dtype)
     share = k.choose(k.below(after, 1), one, k.choose(k.below(after, size), share, zero))
-    return [(k.shifted(after, -1), k.apply("sub", one, share, dtype=dtype)), (after, share)]
+    return k.apply("sub", one, share, dtype=dtype), share
 
 
 def part(k, place, tap, after: bool, factor: int, size: int, dtype):
@@ -72,6 +80,13 @@ def part(k, place, tap, after: bool, factor: int, size: int, dtype):
     if after:
         return k.choose(k.below(place, size - 1), k.apply("sub", one, share, dtype=dtype), one)
     return k.choose(k.below(place, 1), one, share)
+
+
+def is_made_of(dy: Value, y: Value) -> bool:
+    """Whether a gradient is computed from y and what is small beside it, as that of a loss over classes is: then it
+    need not be written, but each reader computes all that it reads."""
+    others = [] if dy.op is None else [v for v in dy.op.operands if v is not y]
+    return dy.op is not None and y in dy.op.operands and all(v.type.size * SMALL <= y.type.size for v in others)
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
@@ -113,6 +128,8 @@ class Upsample(Resize):
     @staticmethod
     def derivative(b, op, dy):
         rows, columns = op.factors
+        if min(rows, columns) > WRITTEN_OUT and is_made_of(dy, op.y):
+            return [b.upsample_cells_grad(dy, factors=op.factors)]
         for factors in ((1, columns), (rows, 1)):  # columns first: they are neighbours in memory
             dy = b.upsample_grad(dy, factors=factors) if max(factors) > 1 else dy
         return [dy]
@@ -178,3 +195,85 @@ class UpsampleGrad(Resize):
     @staticmethod
     def flops(op: Op) -> int:
         return 2 * op.dx.type.size * math.prod(1 if f == 1 else 2 * f for f in op.factors)
+
+
+@step.op
+class UpsampleShares(Resize):
+    """What each of four neighbouring pixels of `upsample` was of the large pixels between their middles, times dy.
+
+    These are a cell, [N, cell, row in it, cell, column in it, C]. There is one more cell in each direction than there
+    are pixels: half of those at both ends lies outside, where there are zeros, and the other half has one neighbour.
+    """
+
+    dy = Operand(FloatTensor)
+    before = Result(doc="of the neighbour before the cell in both directions")
+    above = Result(doc="of that before it among rows and after it among columns")
+    left = Result(doc="of that after it among rows and before it among columns")
+    after = Result(doc="of that after it in both directions")
+
+    @staticmethod
+    def infer(dy, factors):
+        sizes = [(n // f + 1, f) for n, f in zip(dy.shape[2:], factors, strict=True)]
+        return (dy.with_shape((dy.shape[0], *itertools.chain(*sizes), dy.shape[1])),) * 4
+
+    @staticmethod
+    def check(op: Op) -> str | None:
+        return UpsampleGrad.check(op)
+
+    @staticmethod
+    def evaluate(op: Op):
+        (n, *shape, channels), factors = op.before.type.shape, op.factors
+        starts = [f - f // 2 for f in factors]
+        border = (starts[1], factors[1] - starts[1], starts[0], factors[0] - starts[0])
+
+        def run(dy):
+            weights = []
+            for factor, cells in zip(factors, shape[::2], strict=True):
+                share = (torch.arange(factor, dtype=torch.float64, device=dy.device) + middle(factor)) / factor
+                share = share.repeat(cells, 1)
+                share[0], share[-1] = 1, 0
+                weights.append([side.to(dy.dtype) for side in (1 - share, share)])
+            cells = torch.nn.functional.pad(dy, border).view(n, channels, *shape).movedim(1, -1)
+            rows, columns = ([side[..., None] for side in sides] for sides in weights)
+            return tuple(cells * row[..., None, None] * column for row, column in itertools.product(rows, columns))
+
+        return run
+
+    @staticmethod
+    def roles(op: Op) -> Roles:
+        return Roles(("abcd",), ("aefghb",) * 4, whole="cdefgh")
+
+    @staticmethod
+    def element(k, op, index):
+        element = op.before.type.element
+        wide = compute_type(element)
+        (n, *cells, channel), weights = index, []
+        places = [n, channel]
+        for cell, tap, factor, size in zip(cells[::2], cells[1::2], op.factors, op.dy.type.shape[2:], strict=True):
+            places.append(k.shifted(k.joined([cell, tap], [size // factor + 1, factor]), factor // 2 - factor))
+            weights.append(shares(k, cell, tap, factor, size // factor, wide))
+        number = padded(k, op.dy, places)
+        return tuple(rounded(k, weighted(k, number, sides, wide), element) for sides in itertools.product(*weights))
+
+    @staticmethod
+    def flops(op: Op) -> int:
+        return 6 * op.before.type.size
+
+
+@step.op
+class UpsampleCellsGrad(UpsampleGrad):
+    """dx of `upsample` by large factors, where dy is computed on the way: every cell between pixels is summed for each
+    of its four neighbours, which add up those of their four cells. So each pixel of dy is looked at once."""
+
+    element = None  # type: ignore[assignment]  # by its expansion
+
+    @staticmethod
+    def expand(b, op):
+        dy = b.cast_to(op.dy, compute_type(op.dy.type.element))
+        height, width = op.dx.type.shape[2:]
+        sums, starts = [], itertools.product((1, 0), repeat=2)  # the cell after a pixel, where that is before it
+        for part, (row, column) in zip(b.upsample_shares(dy, factors=op.factors), starts, strict=True):
+            total = b.slice(b.sum(part, dims=(2, 4)), dim=1, start=row, end=row + height)
+            sums.append(b.slice(total, dim=2, start=column, end=column + width))
+        dx = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
+        return b.transpose(b.cast_to(dx, op.dx.type.element), order=(0, 3, 1, 2))
