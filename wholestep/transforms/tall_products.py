@@ -38,7 +38,7 @@ TALL = 8
 WORTH, LEAST = 0.05, 1 << 26
 #: so many times as long may what moves less take: kernels are timed alone, and fewer bytes leave more of the cache and
 #: of the power to others
-TIE = 1.08
+TIE = 1.12
 #: how many times as large as what a product reads its result must be, that it is computed twice
 WIDER = 2
 #: elements in a row of a window up to which a convolution is such a product

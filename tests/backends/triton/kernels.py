@@ -154,6 +154,11 @@ def enlarged_loss(factors):
     return body
 
 
+def loss_enlarged(b, x, target):
+    y = b.upsample(b.cast_to(x, F32), factors=(4, 5))
+    return b.cross_entropy(y, target, reduction="mean", ignore_index=2)
+
+
 def typed_cases(e: ScalarType) -> dict[str, Case]:
     """Kernels that are tried in every type of floats; statistics of rows are f32 in all of them."""
     rows, column, vector, index = T(4, 6, 21, e=e), T(4, 6, 1), T(21, e=e), T(13, e=I64)
@@ -199,6 +204,8 @@ def step_cases() -> dict[str, Case]:
         "upsample_grad": case([T(2, 3, 4, 40)], lambda b, dy: b.upsample_grad(dy, factors=(1, 8))),
         "enlarged_loss": case([T(2, 5, 3, 2, e=BF16), T(2, 12, 10, e=I64), T(2, 12, 10), T()], enlarged_loss((4, 5)),
             {0: CHANNELS_LAST}, [Sums(16, 8, 1, 1), Sums(4, 32, 1, 1)], 5),
+        "loss_enlarged": case([T(2, 5, 3, 2, e=BF16), T(2, 12, 10, e=I64)], loss_enlarged, {0: CHANNELS_LAST},
+            [Rows(8, 1, 1, looped=True, programs=3), Rows(16, 8, 1, programs=2)], 5),
         "avg_pool_grad": case([T(2, 5, 3, 4)], lambda b, dy: b.avg_pool_grad(dy, input_shape=(2, 5, 6, 7),
             kernel=(3, 2), stride=(2, 2), padding=(1, 1), ceil_mode=False, count_include_pad=False)),
         "scalar": case([T(), T()], lambda b, x, y: b.add(x, y)),

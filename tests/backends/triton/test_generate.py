@@ -317,6 +317,10 @@ def test_what_is_looked_up_many_times_does_not_say_the_order():
     kernel = of_step(ENLARGED[:2], enlarged)
     family = Family(kernel, specs_of(kernel, {0: CHANNELS_LAST}))
     assert [d.size for d in family.inside] == [21] and [d.size for d in family.outside] == [16, 480, 480]
+    # a thread has a row by itself; not where rows have numbers of their own
+    assert generate.candidates(kernel, specs_of(kernel, {0: CHANNELS_LAST}))[0].name.startswith("row x256 loop 1 ")
+    plain = of_step([T(16, 21, 480, 480), ENLARGED[1]], lambda b, x, t: b.cross_entropy(x, t))
+    assert "loop 1 " not in " ".join(c.name for c in generate.candidates(plain, specs_of(plain)))
 
 
 @pytest.mark.parametrize("points, wide", [(2**20, False), (2**31, True)])

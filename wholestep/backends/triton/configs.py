@@ -17,7 +17,7 @@ from .families import (
     power_of_two,
     rows_of_run,
 )
-from .walk import fast_dim
+from .walk import MANY_TIMES, fast_dim
 
 
 def configs(family: Family) -> list[Config]:
@@ -105,6 +105,8 @@ def rows(family: Family) -> list[Config]:
         if count < 48 * PROCESSORS:
             made += side_by_side(family)
         else:
+            if block <= WIDEST_LOOKED_UP and looks_rows_up(family):
+                made += [Rows(n, 1, 4, looped=True) for n in (256, 128)]
             made += [
                 Rows(n, block, between(4, n * block // 512, 32)) for n in (64, 32, 128) if n * block <= LONGEST_HELD
             ]
@@ -118,6 +120,18 @@ def rows(family: Family) -> list[Config]:
         ahead = reading_ahead(family, block) if walked_along_row(family) and 256 <= block <= LONGEST_HELD else []
         made = [*ahead, *(r for c in made if isinstance(c, Rows) for r in shared(family, c))]
     return made
+
+
+#: the longest row that a thread walks by itself
+WIDEST_LOOKED_UP = 64
+
+
+def looks_rows_up(family: Family) -> bool:
+    """Whether nothing has a number for every element of every row: what lies along rows is looked up in something small.
+    A thread then has a row by itself: where it looks is worked out once, and not by every thread that has some of it."""
+    walk, whole = family.walk, family.length * family.count
+    along = [a for a in walk.accesses.values() if walk.access_dims(a) & family.row]
+    return all(a.itemsize * whole > MANY_TIMES * walk.bytes(a) for a in along)
 
 
 def side_by_side(family: Family) -> list[Config]:
