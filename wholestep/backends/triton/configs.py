@@ -127,8 +127,8 @@ WIDEST_LOOKED_UP = 64
 
 
 def looks_rows_up(family: Family) -> bool:
-    """Whether nothing has a number for every element of every row: what lies along rows is looked up in something small.
-    A thread then has a row by itself: where it looks is worked out once, and not by every thread that has some of it."""
+    """Whether nothing has a number for every element of every row: what lies along rows is looked up in something
+    small. A thread then has a row by itself: where it looks is worked out once, not by all threads that have some."""
     walk, whole = family.walk, family.length * family.count
     along = [a for a in walk.accesses.values() if walk.access_dims(a) & family.row]
     return all(a.itemsize * whole > MANY_TIMES * walk.bytes(a) for a in along)
