@@ -105,6 +105,17 @@ def test_who_finds_no_memory_beside_others_has_another_try(journal: Path, monkey
     assert entries["eager"]["status"] == "agrees" and len(entries["wholestep"]["ms"]["blocks"]) == 2
 
 
+def test_until_it_has_another_try_it_says_nothing(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier row stays, should there be no time for that."""
+    monkeypatch.setenv("FAKE_WORKER_FULL", "any compile")
+    race = Race(Case("any", "tiny"), ["wholestep", "eager", "compile"], SETTINGS, print, time.monotonic() + 60)
+    told: list[bool] = []
+    Field([race], False, race.deadline, print).run(
+        Race.timing, lambda race: told.append(race.entries["compile"].get("unfinished", False))
+    )
+    assert told == [True, False]
+
+
 def test_where_eager_finds_no_memory_all_have_another_try(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_WORKER_FULL", "one eager")
     found = run_all(["one", "two"], ["wholestep", "eager"], TOGETHER)

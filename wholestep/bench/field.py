@@ -57,6 +57,8 @@ class Field:
                     race.until(self.deadline - self.reserve(len(self.races) - number))
                     work(race)
                     race.leave(*(name for name in race.runners if name != OURS or not race.late))
+                    if self.tries_again(race):
+                        race.leave_open()
                     done(race)
                 in_turn = time.monotonic() - began - at_once
                 for race in self.races:
@@ -114,11 +116,15 @@ class Field:
         for race, name in as_they_answer(told):
             race.check(name, len(told) - 1)
 
+    def tries_again(self, race: Race) -> bool:
+        """Whether somebody found no memory who was not alone with ours."""
+        return bool(race.late) and sum(len(race.wanted) for race in self.races) > 2
+
     # ---- after all ---------------------------------------------------------------------------------------------------
 
     def again(self, race: Race, folder: Path, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
         """Another try of each who found no memory beside others, with ours alone; of all where eager found none."""
-        if not race.late or sum(len(race.wanted) for race in self.races) <= 2:
+        if not self.tries_again(race):
             return
         for names in [[name] for name in race.late] if race.reference is not None else [race.wanted]:
             if self.deadline - time.monotonic() < LEAST_SECONDS:

@@ -163,6 +163,11 @@ class Race:
         self.say(f"{self.case} {name}: FAILED, {error}")
         self.leave(name)
 
+    def leave_open(self) -> None:
+        """Who found no memory has another try: until then it says nothing that could take an earlier row's place."""
+        for name in self.late:
+            self._found[name]["unfinished"] = True
+
     def postpone(self, names: Iterable[str]) -> None:
         """Nobody knows whether these find memory without others beside them: there is no time for another try."""
         for name in names:
