@@ -22,7 +22,7 @@ from wholestep.transforms import early_norm, through_norm
 from wholestep.transforms.loops import lowered
 from wholestep.transforms.opportunity import opportunities, take, transform
 from wholestep.transforms.regions import readers_of
-from wholestep.transforms.through_norm import small_product
+from wholestep.transforms.through_norm import in_two, small_product
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +154,15 @@ def test_small_matrices_lose_few_digits_on_tensor_cores(much: int, monkeypatch: 
     (made,) = Executable(function)([one, short])
     want = short.double() @ one.double()
     assert float((made - want).abs().max() / want.abs().max()) < 2e-5
+
+
+def test_one_kernel_of_both_parts_leaves_something() -> None:
+    """Kernels go on with 32 bits where nothing else is said."""
+    function = program([TensorType((48, 40), F32)], lambda b, x: list(in_two(b, b.mul(x, x), BF16)))
+    run_pipeline(function.parent.parent.parent, "cse,dce")  # type: ignore[union-attr]
+    x = torch.randn(48, 40)
+    high, low = (torch.zeros(48, 40, dtype=torch.float64) for _ in range(2))
+    run(lowered(function), [x], [high, low])
+    want = x.double() * x.double()
+    assert float((high - want).abs().max() / want.max()) > 1e-4
+    assert float((high + low - want).abs().max() / want.max()) < 1e-5

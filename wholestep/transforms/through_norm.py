@@ -290,9 +290,15 @@ def small_product(b: StepBuilder, one: Value, other: Value, held: ScalarType, sp
     if held is not BF16 or Contract.flops(made.op) < MUCH:
         return made
     made.op.erase()
-    short, high = b.cast_to(other, held), b.cast_to(one, held)
-    low = b.cast_to(b.sub(one, b.cast_to(high, F32)), held)
-    return b.add(*(b.contract(part, short, spec=spec, wide=True) for part in (high, low)))
+    short = b.cast_to(other, held)
+    return b.add(*(b.contract(part, short, spec=spec, wide=True) for part in in_two(b, one, held)))
+
+
+def in_two(b: StepBuilder, x: Value, held: ScalarType) -> tuple[Value, Value]:
+    """The nearest numbers of a shorter type, and what these leave. The first cast rounds in every kernel: one that went
+    on with what it has would leave nothing."""
+    high = b.cast_to(x, held, rounds=True)
+    return high, b.cast_to(b.sub(x, b.cast_to(high, F32)), held)
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
