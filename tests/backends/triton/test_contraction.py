@@ -143,13 +143,6 @@ def _(b, x, w, gate):
     return [y, b.sum(y, dims=(0, 1))]
 
 
-@case("sums over each image, of the product and of what is beside it", (3, 70, 24), (52, 24), (3, 70, 52))
-def _(b, x, w, beside):
-    y, gate = b.contract(x, w, spec="imk,nk->imn"), b.cast(b.silu(beside), dtype=F32)
-    g = b.mul(b.cast(y, dtype=F32), gate)
-    return [b.sigmoid(b.sum(g, dims=(1,))), b.sum(gate, dims=(1,)), b.sum(g, dims=(0, 1))]
-
-
 @case("both factors computed, sums of nothing stay nothing", (70, 37), (52, 37))
 def _(b, x, w):
     return b.contract(b.exp(x), b.reciprocal(b.add(w, 9.0)), spec="mk,nk->mn")
@@ -290,13 +283,6 @@ def _(b, table, rows, w):
 
 
 NHWC = (0, 2, 3, 1)
-
-
-@case("sums over pixels of images channels-last, and the product", ((3, 20, 6, 7), None, NHWC), (36, 20, 1, 1))
-def _(b, x, w):
-    w = b.reshape(w, shape=(36, 20))
-    y = b.cast(b.contract(b.transpose(x, order=(0, 2, 3, 1)), w, spec="ihwk,nk->ihwn"), dtype=F32)
-    return [y, b.sum(y, dims=(1, 2)), b.sum(b.mul(y, y), dims=(1, 2))]
 
 
 @case("1x1 convolution channels-last", ((2, 20, 6, 7), None, NHWC), (36, 20, 1, 1), (36,))
@@ -535,7 +521,6 @@ def test_split_sums(child: Ask, name: str) -> None:
         "sum of squares, row sums, column sums",
         "dropout on store",
         "columns that pieces divide and tiles do not",
-        "sums over each image, of the product and of what is beside it",
     ],
 )
 def test_pieces(child: Ask, name: str) -> None:
@@ -716,9 +701,7 @@ X, W = TensorType((40, 24), F32), TensorType((32, 24), F32)
          lambda b, x, y, v: [b.contract(x, b.mul(y, b.exp(v)), spec="bmk,bkn->bmn"), b.exp(v)],
          "part of a factor"),
         ([TensorType((4, 10, 24), F32), W], lambda b, x, w: b.sum(b.contract(x, w, spec="abk,nk->abn"), dims=(1,)),
-         "side below 16"),
-        ([TensorType((20, 30, 24), F32), W],
-         lambda b, x, w: [b.sum(b.contract(x, w, spec="abk,nk->abn"), dims=(d,)) for d in (0, 1)], "part of the rows"),
+         "part of the rows"),
     ],
 )  # fmt: skip
 def test_why_not(types: Sequence[TensorType], build: Build, reason: str) -> None:

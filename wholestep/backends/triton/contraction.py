@@ -240,8 +240,7 @@ class Contraction:
         if turned and self.parts == 1:
             self.factors.reverse()
         summed = frozenset(d for d in self.dot.attributes["dims"] if self.walk.sizes[d] != 1)
-        apart = self.kept_rows(rows)
-        self.groups = {"z": batch | apart, "m": rows - apart, "n": columns, "k": summed}
+        self.groups = {"z": batch, "m": rows, "n": columns, "k": summed}
         axis = {d: name for name, dims in self.groups.items() for d in dims}
         if self.walk.used_dims() - axis.keys():
             raise NoText("its results lie along dimensions that no factor of the product has")
@@ -252,12 +251,6 @@ class Contraction:
         self.dims = {name: tuple(d for d in dims if axis[d.parts[-1]] == name) for name in self.groups}
         self.size = {name: math.prod(d.size for d in own) for name, own in self.dims.items()}
         self.sums = [self.sum_of(op) for op in self.others]
-
-    def kept_rows(self, rows: frozenset[int]) -> frozenset[int]:
-        """The part of the rows that sums over the others keep, such as images of which pixels are summed: each has
-        tiles of its own, as batches have. None where sums keep different parts."""
-        parts = {rows - frozenset(op.attributes["dims"]) for op in self.others} - {rows, NOTHING}
-        return parts.pop() if len(parts) == 1 and self.parts == 1 and self.rows is None else NOTHING
 
     def fastest(self) -> int | None:
         """The dimension along which the product's largest output is written in the smallest steps."""
@@ -293,14 +286,14 @@ class Contraction:
             raise NoText(f"products of {types[0]} and {types[1]} are not multiplied in tiles")
         if min(self.size["m"], self.size["n"] * self.parts, self.size["k"]) < SHORTEST:
             raise NoText(f"a matrix with a side below {SHORTEST} fills no tile")
-        result = frozenset().union(*(self.groups[n] for n in "zmn"))
         for op in self.others:
             if self.behind[op.operands[0]] & set(self.others):
                 raise NoText("it sums what is made of a sum of the product's result")
-            if not self.behind[op.operands[0]] & set(self.dots) and self.walk.dims_of[op.operands[0]] != result:
-                raise NoText("it has a sum beside the product that is not one along its result")
+            if not self.behind[op.operands[0]] & set(self.dots):
+                raise NoText("it has a sum beside the product that is not one of its result")
             if frozenset(op.attributes["dims"]) & self.groups["k"]:
                 raise NoText("it sums its result along the dimension that the product sums over")
+        result = frozenset().union(*(self.groups[n] for n in "zmn"))
         if any(self.reach(op) != result for op in self.stores):
             raise NoText("an output does not lie along the rows and columns of the product")
         if any(op not in self.stored_with(0) + self.stored_with(1) for op in self.early):
