@@ -1,6 +1,7 @@
 """Attention with its surroundings in one kernel, against the best library's with generated kernels for the rest.
 
-Rotary positions, norms and gates around the attentions of a Llama, a ViT and a GPT-2, forward and backward. Every way
+Rotary positions, norms and gates around the attentions of a Llama, a ViT and a GPT-2, forward and backward, and the
+gradients of ViT's with nothing around them. Every way
 is compared with float64 before it is timed, on the first sequence of a batch; times are medians of CUDA graphs on
 rotating tensors, in turns. `python bench/kernels_attention.py --out FILE.md` on a GPU takes less than a minute of it.
 Without one: `--compile` compiles everything for sm_90 and says what it needs; `TRITON_INTERPRET=1 ... --dry` walks the

@@ -504,8 +504,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if CUDA else "no GPU: PyTorch's ops"
     text = (
-        f"# Convolutions with what follows them in one kernel\n\n`python bench/kernels_convolution.py`: {where}, bf16, "
-        f"channels-last; microseconds per call, medians of {ROUNDS} CUDA graphs of {CALLS} calls on {SETS} sets of "
+        f"# Convolutions with what follows them in one kernel\n\n`python bench/kernels_convolution.py --only "
+        f"{options.only}`: {where}, bf16, channels-last; microseconds per call, medians of {ROUNDS} CUDA graphs of "
+        f"{CALLS} calls on {SETS} sets of "
         f"tensors. Compiled in {compiled:.0f} s, everything {time.perf_counter() - bench.started:.0f} s. "
         f"{bench.failed} comparisons failed.\n\n{table(figures)}\n\nWhat was compared, and the largest "
         "difference as a share of the largest value:\n" + "\n".join(bench.lines)

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from bench import bytes as planning
 from tests.backends.wgmma import host
-from tests.backends.wgmma.test_windows import assert_right, tensors_of
+from tests.backends.wgmma.test_wgmma import assert_right
+from tests.backends.wgmma.test_windows import tensors_of
 from wholestep.backends.providers import Region
 from wholestep.backends.wgmma import ways
 from wholestep.backends.wgmma.products import Product

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ import pytest
 import torch
 
 from tests.backends.wgmma import host
-from tests.backends.wgmma.test_wgmma import HERE, TOLERANCE, Build, case_in, region_of, types_of
+from tests.backends.wgmma.test_wgmma import HERE, TOLERANCE, Build, assert_right, case_in, region_of, types_of
 from wholestep.backends.cudnn.convolution import channels_last
 from wholestep.backends.generated import region_of as region_of_body
-from wholestep.backends.providers import Region, op_by_op, providers_for
+from wholestep.backends.providers import Region, providers_for
 from wholestep.backends.triton.scalars import NoText
 from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED
 from wholestep.backends.wgmma.windows import Convolution, product_of, windows_of, writes_so
-from wholestep.dialects.step.bits import UI8, unpacked
+from wholestep.dialects.step.bits import UI8
 from wholestep.ir.types import BF16, F32, ScalarType
 
 CASES: dict[str, tuple[list[Any], Build]] = {}
@@ -155,19 +154,6 @@ def tensors_of(region: Region, device: str = "cpu") -> list[torch.Tensor]:
         else:
             tensor.fill_(float("nan"))
     return made
-
-
-def assert_right(region: Region, tensors: Sequence[torch.Tensor], element: str) -> None:
-    """Against the ops by ATen in f64."""
-    inputs, made = tensors[: len(region.operands)], tensors[len(region.operands) :]
-    exact = [t.cpu() if t.dtype == torch.uint8 else t.cpu().double() for t in inputs]
-    wanted = op_by_op(replace(region, device=torch.device("cpu")))(*exact)
-    for got, want in zip(made, wanted, strict=True):
-        if want.dtype == torch.uint8:  # rounding decides a few
-            assert (unpacked(got.cpu(), 1) != unpacked(want, 1)).float().mean() < 0.01
-            continue
-        error = ((got.cpu().double() - want.double()).abs().max() / want.double().abs().max()).item()
-        assert error <= TOLERANCE[element], error
 
 
 # ---- what is gathered, generated and written -------------------------------------------------------------------------

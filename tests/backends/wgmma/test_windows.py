@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 import torch
 
 from tests.backends.wgmma import host
-from tests.backends.wgmma.test_wgmma import HERE, TOLERANCE, Build, case_in, region_of, types_of
+from tests.backends.wgmma.test_wgmma import HERE, Build, assert_right, case_in, region_of, types_of
 from wholestep.backends.cudnn.convolution import channels_last
 from wholestep.backends.generated import region_of as region_of_body
 from wholestep.backends.kernels import Spec
-from wholestep.backends.providers import Region, op_by_op, providers_for
+from wholestep.backends.providers import Region, providers_for
 from wholestep.backends.triton.scalars import NoText
 from wholestep.backends.wgmma import library, ways
 from wholestep.backends.wgmma.products import SHARED
@@ -121,15 +120,6 @@ def tensors_of(region: Region, device: str = "cpu") -> list[torch.Tensor]:
     for tensor in made[len(region.operands) :]:
         tensor.fill_(float("nan"))
     return made
-
-
-def assert_right(region: Region, tensors: Sequence[torch.Tensor], element: str) -> None:
-    """Against the ops by ATen in f64."""
-    inputs, made = tensors[: len(region.operands)], tensors[len(region.operands) :]
-    wanted = op_by_op(replace(region, device=torch.device("cpu")))(*(t.cpu().double() for t in inputs))
-    for got, want in zip(made, wanted, strict=True):
-        error = ((got.cpu().double() - want.double()).abs().max() / want.double().abs().max()).item()
-        assert error <= TOLERANCE[element], error
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -407,14 +407,7 @@ class Writer:
         """The gradients of keys and values, over all queries of the heads that share them."""
         kernel, tile, attention = Kernel("by_keys"), self.tile, self.attention
         blocks = self.places(kernel, self.keys)
-        widths = {"k": attention.width, "v": attention.depth}
-        held = {}
-        for name, wide in widths.items():
-            part, wanted = self.opened(kernel, name, name, tile.rows, wide, "batch", True)
-            held[name] = self.computed(part, name, wanted, "first")
-        made = {f"d{name}": wide for name, wide in widths.items() if f"d{name}" in self.sides.after}
-        for name, wide in made.items():
-            kernel.line(f"{name} = tl.zeros(({tile.rows}, {wide}), tl.float32)")
+        held, made = self.own_keys(kernel)
         loops = self.over_queries(kernel)
         batch = self.own_heads(kernel)
         for bounds, masked in loops:
@@ -439,13 +432,28 @@ class Writer:
                 kernel.line("ds = p * (dp - delta[:, None])")
                 kernel.line(f"dk = {self.dot('tl.trans(ds)', tiles['q'], 'dk')}")
             kernel.depth -= 1
+        self.store_keys(kernel, made)
+        self.functions.append((kernel, blocks * (self.batches // self.group)))
+
+    def own_keys(self, kernel: Kernel) -> tuple[dict[str, str], dict[str, int]]:
+        """The keys and values of a program, and the sums for their gradients that are asked for, with their widths."""
+        widths = {"k": self.attention.width, "v": self.attention.depth}
+        held = {}
+        for name, wide in widths.items():
+            part, wanted = self.opened(kernel, name, name, self.tile.rows, wide, "batch", True)
+            held[name] = self.computed(part, name, wanted, "first")
+        made = {f"d{name}": wide for name, wide in widths.items() if f"d{name}" in self.sides.after}
+        for name, wide in made.items():
+            kernel.line(f"{name} = tl.zeros(({self.tile.rows}, {wide}), tl.float32)")
+        return held, made
+
+    def store_keys(self, kernel: Kernel, made: dict[str, int]) -> None:
+        """What the sums for keys and values are in the end, behind all loops."""
         kernel.depth = 1
         if "dk" in made:
             kernel.line(f"dk = dk * {self.anchor.scale!r}")
         for name, wide in made.items():
-            self.store(kernel, name, name, tile.rows, wide, "batch", "first")
-        key_batches = self.batches // self.group
-        self.functions.append((kernel, blocks * key_batches))
+            self.store(kernel, name, name, self.tile.rows, wide, "batch", "first")
 
     def own_heads(self, kernel: Kernel) -> str:
         """The batch of queries that a program of keys walks: one, or those of the heads that share them, in a loop."""
@@ -461,14 +469,7 @@ class Writer:
         as rows, so that they are multiplied from where they are."""
         kernel, tile, attention = Kernel("gradients"), self.tile, self.attention
         self.places(kernel, tile.rows)
-        widths = {"k": attention.width, "v": attention.depth}
-        held = {}
-        for name, wide in widths.items():
-            part, wanted = self.opened(kernel, name, name, tile.rows, wide, "batch", True)
-            held[name] = self.computed(part, name, wanted, "first")
-        made = {f"d{name}": wide for name, wide in widths.items() if f"d{name}" in self.sides.after}
-        for name, wide in made.items():
-            kernel.line(f"{name} = tl.zeros(({tile.rows}, {wide}), tl.float32)")
+        held, made = self.own_keys(kernel)
         batch = self.own_heads(kernel)
         self.loop(kernel, "l", f"0, {self.queries}, {tile.step}")
         tiles = {}
@@ -494,9 +495,5 @@ class Writer:
         if "dq" in self.sides.after:
             kernel.line(f"dq = tl.trans({self.dot(f'''tl.trans({held['k']})''', 'ds')}) * {self.anchor.scale!r}")
             self.store(kernel, "dq", "dq", tile.step, attention.width, batch, "l")
-        kernel.depth = 1
-        if "dk" in made:
-            kernel.line(f"dk = dk * {self.anchor.scale!r}")
-        for name, wide in made.items():
-            self.store(kernel, name, name, tile.rows, wide, "batch", "first")
+        self.store_keys(kernel, made)
         self.functions.append((kernel, self.batches // self.group))
