@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -287,3 +287,16 @@ def set_activation_memory_budget(share: float) -> None:
     import torch._functorch.config as config
 
     config.activation_memory_budget = share
+
+
+def hold_while_timing(held: Callable[[], AbstractContextManager[Any]]) -> None:
+    """From now on torch.compile times kernels of a GPU inside of `held()`, in whichever mode."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    plain = benchmarker.benchmark_gpu
+
+    def timed(*given: Any, **named: Any) -> Any:
+        with held():
+            return plain(*given, **named)
+
+    benchmarker.benchmark_gpu = timed  # type: ignore[method-assign]

@@ -17,13 +17,27 @@ def note(what):
         file.write(f"{who} {what}\n")
 
 
-def prepared_so_far():
+def journal_so_far():
     with open(journal, "a+") as file:
         file.seek(0)
-        return file.read().count("prepare")
+        return file.read()
+
+
+def ticks():
+    """Works for a while, and says so."""
+    for _ in range(60):
+        note("tick")
+        time.sleep(0.01)
 
 
 def prepared():
+    if os.environ.get("FAKE_WORKER_BUSY") == who:
+        ticks()
+    elif os.environ.get("FAKE_WORKER_BUSY") and contender == "checkpoint":
+        while " tick" not in journal_so_far():
+            time.sleep(0.01)
+    elif os.environ.get("FAKE_WORKER_BUSY") and contender == "wholestep":
+        time.sleep(0.3)
     if contender == "compile-reduce-overhead":
         print("a library says goodbye", flush=True)
         os._exit(3)
@@ -43,7 +57,7 @@ with os.fdopen(int(sys.argv[2]), "w") as answers:
             who = f"{order['case'][0]} {contender}"
             note("begin")
         elif order["do"] == "prepare":
-            full = os.environ.get("FAKE_WORKER_FULL") == who and prepared_so_far() < 3
+            full = os.environ.get("FAKE_WORKER_FULL") == who and journal_so_far().count("prepare") < 3
             note("prepare")
             found = {"error": "CUDA out of memory", "out_of_memory": True} if full else prepared()
         elif order["do"] == "rounded":

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from wholestep.bench import agreement, race, runner
-from wholestep.bench.field import RACE_SECONDS, Field, Spent, Stage
-from wholestep.bench.race import Race, Reference
+from wholestep.bench.clock import Clock
+from wholestep.bench.contenders import MODES, measures
+from wholestep.bench.field import COMPILE_SECONDS, LEAST_SECONDS, PROCESS_BYTES, RACE_SECONDS, Field
+from wholestep.bench.race import Cost, Race, Reference
 from wholestep.bench.runner import Settings
 from wholestep.bench.workload import Case
 
@@ -40,7 +42,7 @@ def run_all(
     deadline = time.monotonic() + 60
     races = [Race(Case(case, "tiny"), contenders, settings, said.append, deadline, known) for case in cases]
     kept: dict[str, dict] = {}
-    field = Field(races, settings.together > 0, deadline, said.append)
+    field = Field(races, settings.together, deadline, said.append)
     field.run(work, lambda race: kept.update({race.case.network: race.entries}))
     assert not any(race.runners for race in races) and said
     return kept
@@ -110,7 +112,7 @@ def test_until_it_has_another_try_it_says_nothing(journal: Path, monkeypatch: py
     monkeypatch.setenv("FAKE_WORKER_FULL", "any compile")
     race = Race(Case("any", "tiny"), ["wholestep", "eager", "compile"], SETTINGS, print, time.monotonic() + 60)
     told: list[bool] = []
-    Field([race], False, race.deadline, print).run(
+    Field([race], 0, race.deadline, print).run(
         Race.timing, lambda race: told.append(race.entries["compile"].get("unfinished", False))
     )
     assert told == [True, False]
@@ -120,40 +122,57 @@ def test_where_eager_finds_no_memory_all_have_another_try(journal: Path, monkeyp
     monkeypatch.setenv("FAKE_WORKER_FULL", "one eager")
     found = run_all(["one", "two"], ["wholestep", "eager"], TOGETHER)
     assert all(e["status"] == "agrees" and "ms" in e for entries in found.values() for e in entries.values())
-    order = ["one eager", "two eager", "two wholestep", "one eager", "one wholestep"]
-    assert lines(journal, "prepare") == order  # without eager's losses nobody compiles
+    prepared = lines(journal, "prepare")  # without eager's losses nobody compiles
+    assert sorted(prepared[:3]) == ["one eager", "two eager", "two wholestep"]
+    assert prepared[3:] == ["one eager", "one wholestep"]
 
 
 # ---- several cases at once -------------------------------------------------------------------------------------------
 
 
 def test_cases_are_prepared_at_once_and_race_one_after_the_other(journal: Path) -> None:
-    found = run_all(["one", "two"], ["wholestep", "eager", "checkpoint", "aten"], TOGETHER)
-    told = [line.rsplit(maxsplit=1) for line in journal.read_text().splitlines()]
-    assert [what for _, what in told if what != "rounded"] == ["begin"] * 8 + ["prepare"] * 8 + ["time"] * 8
-    alone = [f"{case} {name}" for name in ("eager", "wholestep", "aten") for case in ("one", "two")]
-    assert lines(journal, "prepare")[:6] == alone
-    assert [who.split()[0] for who in lines(journal, "time")] == ["one"] * 4 + ["two"] * 4
-    for entries in found.values():
-        assert {name: e["beside"] for name, e in entries.items()} == {
-            "eager": 0,
-            "wholestep": 0,
-            "aten": 0,
-            "checkpoint": 1,
-        }
+    found = run_all(["one", "two"], ["wholestep", "eager", "checkpoint", "aten", "jax"], TOGETHER)
+    for case, entries in found.items():
+        own = [who.split()[1] for who in lines(journal, "prepare") if who.startswith(case)]
+        assert own == ["eager", "checkpoint", "wholestep", "jax", "aten"]
+        assert {name for name, e in entries.items() if e["beside"]} <= {"eager", "checkpoint"}
         assert all(e["status"] == "agrees" and e["alone"] == (e["beside"] == 0) for e in entries.values())
+    raced = [who.split()[0] for who in lines(journal, "time")]
+    assert raced in (["one"] * 5 + ["two"] * 5, ["two"] * 5 + ["one"] * 5)
+
+
+def test_who_compiles_stands_still_while_ours_compiles_and_others_race(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER_BUSY", "two checkpoint")
+    found = run_all(["one", "two"], ["wholestep", "eager", "checkpoint"], TOGETHER)
+    told = journal.read_text().splitlines()
+    first = told.index("one wholestep prepare")
+    ticks = [number for number, line in enumerate(told) if line == "two checkpoint tick"]
+    assert len(ticks) == 60 and ticks[0] < first < ticks[-1]  # it was at work before, and went on
+    raced = max(number for number, line in enumerate(told) if line.startswith("one") and line.endswith("time"))
+    assert not [number for number in ticks if first < number < raced]
+    assert all(e["status"] == "agrees" for entries in found.values() for e in entries.values())
+
+
+def test_to_be_stopped_is_no_part_of_a_limit(journal: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_WORKER_SLOW", "any checkpoint")
+    slow = runner.Runner(Case("any", "tiny"), "checkpoint", SETTINGS, tmp_path, time.monotonic() + 60)
+    slow.hear()
+    slow.tell("prepare", steps=3)
+    slow.stop()
+    time.sleep(0.3)
+    slow.go()
+    assert slow.left - slow.times_left()[0] < 0.2
+    slow.end()
 
 
 def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Field.compile
+    def share_time(field: Field) -> None:
+        for each in field.open:
+            each.until(time.monotonic() + 1.5)
 
-    def compile_in_a_second(field: Field, stage: Stage) -> None:
-        if len(stage) > 1:
-            for each in field.races:
-                each.until(time.monotonic() + 1)
-        whole(field, stage)
-
-    monkeypatch.setattr(Field, "compile", compile_in_a_second)
+    monkeypatch.setattr(Field, "share_time", share_time)
     monkeypatch.setenv("FAKE_WORKER_SLOW", "two checkpoint")
     found = run_all(["one", "two"], ["wholestep", "eager", "checkpoint"], TOGETHER)
     slow = found["two"].pop("checkpoint")
@@ -162,10 +181,13 @@ def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch:
 
 
 def test_time_is_kept_for_races() -> None:
-    field = Field([], True, time.monotonic() + 1000, print)
-    assert field.reserve(3) == 3 * RACE_SECONDS
-    assert 400 < field.reserve(100) <= 500  # never most of what is left
-    assert Field([], True, time.monotonic() - 1, print).reserve(3) == 0
+    cost = {"wholestep": Cost(0, 8.0)}
+    known = Race(Case("one"), ["wholestep", "eager"], TOGETHER, print, 0.0, costs=cost)
+    new = Race(Case("two"), ["wholestep", "eager"], TOGETHER, print, 0.0)
+    field = Field([], 2, time.monotonic() + 1000, print)
+    assert field.reserve([known, new]) == 2 * RACE_SECONDS + 8.0 + COMPILE_SECONDS  # eager compiles beside others
+    assert 400 < field.reserve([new] * 100) <= 500  # never most of what is left
+    assert Field([], 2, time.monotonic() - 1, print).reserve([new]) == 0
 
 
 def test_rounds_end_when_time_does(journal: Path) -> None:
@@ -178,18 +200,61 @@ def test_rounds_end_when_time_does(journal: Path) -> None:
     assert all(1 <= len(e["ms"]["blocks"]) < 10**6 and e["peak_bytes"] == 1000 for e in entries.values())
 
 
-def test_who_compiles_at_once_times_no_kernels() -> None:
-    names = ["eager", "wholestep", "compile", "compile-reduce-overhead", "compile-max-autotune", "jax"]
-    races = [Race(Case(case), names, TOGETHER, print, 0.0) for case in ("one", "two")]
-    stages = [[f"{race.case} {name}" for race, name in stage] for stage in Field(races, True, 0.0, print).stages()]
-    at_once = [f"{case} {name}" for case in ("one", "two") for name in ("compile", "compile-reduce-overhead")]
-    assert stages[:5] == [["one eager"], ["two eager"], ["one wholestep"], ["two wholestep"], at_once]
-    assert stages[5:] == [[f"{case} {name}"] for case in ("one", "two") for name in ("compile-max-autotune", "jax")]
+def test_no_mode_of_torch_compile_needs_the_machine_for_itself() -> None:
+    assert not any(map(measures, (*MODES, "compile:0.6", "eager", "checkpoint")))
+    assert all(map(measures, ("wholestep", "wholestep:0.7", "aten", "max", "jax")))
 
 
-def test_a_field_is_as_large_as_the_time_that_is_left() -> None:
-    last = Spent(cases=4, at_once=80.0, in_turn=160.0)
-    assert [last.fitting(left) for left in (240.0, 239.0, 120.0, 119.0, 10.0)] == [4, 3, 1, 0, 0]
+def test_cases_begin_while_there_is_room_for_them(journal: Path) -> None:
+    """Ours of two cases are not there at the same time; what a process takes beside its tensors counts."""
+
+    def case(name: str, theirs: float, ours: float) -> Race:
+        costs = {"compile": Cost(theirs, 1.0), "wholestep": Cost(ours, 1.0)}
+        return Race(Case(name), ["wholestep", "compile"], TOGETHER, print, 0.0, Reference([2.0], 1.0), costs)
+
+    first, second, large, small = case("a", 3e9, 2e9), case("b", 4e9, 3e9), case("c", 6e9, 1e9), case("d", 1e9, 1e9)
+    field = Field([first, second], 4, time.monotonic() + 60, print, 3e9 + 4e9 + 3e9 + 4 * PROCESS_BYTES)
+    field.open[first] = 0.0
+    assert field.fits(second) and not field.fits(large)
+    field.room -= 1
+    assert not field.fits(second) and field.fits(small)
+
+
+def test_cases_that_take_longer_than_what_is_left_are_not_begun(journal: Path) -> None:
+    said: list[str] = []
+    races = [Race(Case(name, "tiny"), ["wholestep"], SETTINGS, said.append, 0.0) for name in ("one", "two")]
+    field = Field(races, 0, time.monotonic() + LEAST_SECONDS + 2, said.append)
+
+    def work(race: Race) -> None:
+        field.deadline = time.monotonic() + LEAST_SECONDS / 2
+
+    field.run(work, lambda race: None)
+    assert lines(journal, "begin") == ["one eager", "one wholestep"]
+    assert said[-1].startswith("two@tiny: not begun, 10 s")
+
+
+# ---- the clock -------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_has_the_clock_has_it_alone(tmp_path: Path) -> None:
+    mine, other = Clock(tmp_path / "clock"), Clock(tmp_path / "clock")
+    with mine.held() as have, mine.held() as again, other.held(time.monotonic() + 0.05) as others:
+        assert have and again and not others
+    with other.held(time.monotonic() + 0.05) as others:
+        assert others
+    with Clock(None).held() as have:
+        assert have
+
+
+def test_time_of_others_is_not_ones_own(tmp_path: Path) -> None:
+    mine, other = Clock(tmp_path / "clock"), Clock(tmp_path / "clock")
+    start = mine.now()
+    with other.held(), mine.held(time.monotonic() + 0.2):
+        pass
+    assert mine.waited >= 0.2 and mine.now() - start < 0.15
+    other.stop(5.0)
+    other.stop(2.0)
+    assert mine.now() - start < -6.5  # nobody was stopped, so it is less than what went by
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,15 @@ import torch
 
 from bench import networks
 from tests.bench import strange_networks
-from wholestep.bench import agreement, jax_contender, workload
-from wholestep.bench.field import Field, Spent
+from wholestep.bench import agreement, jax_contender, worker, workload
+from wholestep.bench.clock import Clock
+from wholestep.bench.field import Field
 from wholestep.bench.race import Reference, verdict
 from wholestep.bench.record import refused_lines
 from wholestep.bench.worker import REFUSED, nudge, refused_by_the_clock, serve
 from wholestep.cli.main import main
 from wholestep.errors import InputError
+from wholestep.torch_private import hold_while_timing
 from wholestep.transforms.opportunity import Change, Opportunity
 
 NETWORKS = "tests.bench.strange_networks"
@@ -31,16 +35,18 @@ def aten_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_PROVIDERS", "aten")  # nothing is built
 
 
-def told(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
+def told(
+    contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32", **more: Any
+) -> list[dict[str, Any]]:
     begin = {"do": "begin", "contender": contender, "case": [network, "tiny"], "precision": precision}
-    begin |= {"device": "cpu", "threads": 0, "networks": NETWORKS, "bind": {}}
+    begin |= {"device": "cpu", "threads": 0, "networks": NETWORKS, "bind": {}} | more
     answers: list[dict[str, Any]] = []
     serve(io.StringIO("\n".join(map(json.dumps, [begin, *orders, {"do": "end"}]))), answers.append)
     return answers
 
 
-def serving(contender: str, network: str, *orders: dict[str, Any], precision: str = "fp32") -> list[dict[str, Any]]:
-    ready, *answers = told(contender, network, *orders, precision=precision)
+def serving(contender: str, network: str, *orders: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    ready, *answers = told(contender, network, *orders, **more)
     assert ready == {"ready": True}
     return answers
 
@@ -180,27 +186,58 @@ def test_the_command_measures_keeps_and_summarises(tmp_path: Path, capsys: pytes
     assert "plain is no number of cases; name networks before it" in capsys.readouterr().err
 
 
-def test_further_cases_are_begun_while_there_is_time_for_them(
+def test_only_those_without_times_beside_ours_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three cases, two at once: the time that the first two took is more than what is left for the third."""
-    groups: list[list[str]] = []
+    file, raced = tmp_path / "bench.json", {}
 
-    def field_run(field: Field, work: Any, done: Any) -> Spent:
-        groups.append([str(race.case) for race in field.races])
-        for race in field.races:
-            done(race)
-        return Spent(cases=2, at_once=30.0, in_turn=2 * 80.0)
+    def run(field: Field, work: Any, done: Any) -> None:
+        raced.update({str(race.case): race.wanted for race in field.races})
 
-    monkeypatch.setattr(Field, "run", field_run)
-    names, common = (
-        ["gpt2@tiny", "vit@tiny", "dlrm@tiny"],
-        ["--together", "2", "--device", "cpu", "--json", str(tmp_path / "bench.json")],
-    )
-    main(["bench", *names, *common, "--seconds", "100"])
-    assert groups == [["gpt2@tiny", "vit@tiny"]] and "dlrm@tiny: not begun" in capsys.readouterr().out
-    main(["bench", *names, *common, "--seconds", "300"])
-    assert groups[1:] == [["gpt2@tiny", "vit@tiny"], ["dlrm@tiny"]]
+    quick = ["--networks", NETWORKS, "--rounds", "1", "--block", "0.001", "--steps", "2", "--device", "cpu"]
+    common = [*quick, "--threads", "1", "--json", str(file)]
+    assert main(["bench", "plain@tiny", *common, "--against", "eager"]) == 0
+    monkeypatch.setattr(Field, "run", run)
+    main(["bench", "plain@tiny", "blocks@tiny", *common, "--against", "eager,compile", "--missing"])
+    assert raced == {"plain@tiny": ["wholestep", "compile"], "blocks@tiny": ["eager", "wholestep", "compile"]}
+    main(["bench", "plain@tiny", *common, "--against", "eager", "--missing"])
+    assert "plain@tiny: nobody is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clock", ["with others", ""])
+def test_who_shares_a_clock_trains_while_it_has_it(clock: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    held: list[bool] = []
+    hooks: list[Any] = []
+    train = worker.Worker.train
+
+    def noted(self: Any, *given: Any) -> Any:
+        with Clock(tmp_path / "clock").held(time.monotonic()) as free:
+            held.append(not free)
+        return train(self, *given)
+
+    monkeypatch.setattr(worker.Worker, "train", noted)
+    monkeypatch.setattr(worker, "hold_while_timing", hooks.append)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    begin = {"clock": str(tmp_path / "clock") if clock else None}
+    (found,) = serving("compile-max-autotune", "plain", PREPARE, **begin)
+    assert held == [bool(clock)] and len(hooks) == bool(clock) and len(found["losses"]) == 3
+
+
+def test_torch_compile_times_kernels_while_it_has_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def held() -> Any:
+        told.append("begin")
+        yield
+        told.append("end")
+
+    monkeypatch.setattr(benchmarker, "benchmark_gpu", lambda call, **named: call(), raising=False)
+    hold_while_timing(held)
+    benchmarker.benchmark(lambda: told.append("kernel"), device="cuda")
+    assert told == ["begin", "kernel", "end"]
 
 
 def test_what_was_slower_as_one_kernel_is_told_by_kind() -> None:

@@ -1,149 +1,216 @@
-"""Some cases at once: their contenders start together, are prepared stage by stage, then race, one case after another.
+"""Some cases at once: their contenders start and compile beside each other, and each case races when it is ready.
 
-Who times kernels while it compiles (ours too) does so alone, and nobody is timed beside another. The rest of all cases
-compile at once, which is noted: it takes each of them longer, and leaves more of a machine's time for other cases.
+Whoever times a kernel has the clock, so that nobody else does meanwhile. Ours, JAX and races have all of the machine:
+who still compiles then stands still, which is no part of its compile time. How many it compiled beside is noted.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
-from .contenders import EAGER, OURS, is_ours, measures
+from .clock import Clock
+from .contenders import EAGER, OURS, measures
 from .race import Race
-from .runner import first_to_answer
+from .runner import Runner, first_to_answer
 
-#: seconds of the time for all that are kept for the race of each case
-RACE_SECONDS = 12.0
+#: seconds of the time for all that are kept for the race of a case, and for a contender that compiles alone before it
+RACE_SECONDS, COMPILE_SECONDS = 12.0, 30.0
 #: seconds below which nothing further is begun
 LEAST_SECONDS = 20.0
+#: bytes of a GPU that a process takes beside its tensors
+PROCESS_BYTES = 0.7e9
 
-Stage = list[tuple[Race, str]]
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds that a field took: `at_once` however many cases it has, `in_turn` case by case."""
-
-    cases: int
-    at_once: float
-    in_turn: float
-
-    def fitting(self, left: float) -> int:
-        """How many cases like these can be finished in the seconds that are left."""
-        return max(0, int((left - self.at_once) * self.cases // max(self.in_turn, 1e-3)))
+Pair = tuple[Race, str]
 
 
 class Field:
-    """The cases, and how they are prepared: with `together` all processes start first and some compile at once."""
+    """The cases. At most `at_once` are under way at a time, and as many as are known to fit the `room` of a GPU; 0: one
+    after another, and in each of them everybody starts and compiles alone."""
 
-    def __init__(self, races: Sequence[Race], together: bool, deadline: float, say: Callable[[str], None]):
-        self.races, self.together, self.deadline, self.say = races, together, deadline, say
+    def __init__(
+        self,
+        races: Sequence[Race],
+        at_once: int,
+        deadline: float,
+        say: Callable[[str], None],
+        room: float = math.inf,
+    ):
+        self.races, self.at_once, self.deadline, self.say, self.room = races, at_once, deadline, say, room
+        self.least = min(LEAST_SECONDS, (deadline - time.monotonic()) / 2)
+        #: cases under way, since when, and who of each has not been told to compile yet
+        self.open: dict[Race, float] = {}
+        self.waiting: dict[Race, list[str]] = {}
+        #: who is starting; who compiles, and beside how many others at most
+        self.starting: list[Pair] = []
+        self.busy: dict[Pair, int] = {}
+        self.longest = 0.0
+        self.clock = Clock(None)
 
-    def run(self, work: Callable[[Race], None], done: Callable[[Race], None]) -> Spent:
-        """Prepares all, then `work` and `done` with one case after another.
+    def run(self, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
+        """Prepares all; `work` and `done` with each case that is ready.
 
         When time runs out, who is ready races. Who found no memory has another try after all.
         """
-        began = time.monotonic()
+        queue = list(self.races)
         with tempfile.TemporaryDirectory(prefix="wholestep-bench-") as folder:
+            place = Path(folder)
+            self.clock = Clock(place / "clock" if self.at_once else None)
             try:
-                at_once = self.prepare(Path(folder))
-                with_ours_first = sorted(self.races, key=lambda race: OURS not in race.runners)
-                for number, race in enumerate(with_ours_first, 1):
-                    race.until(self.deadline - self.reserve(len(self.races) - number))
-                    work(race)
-                    race.leave(*(name for name in race.runners if name != OURS or not race.late))
-                    if self.tries_again(race):
-                        race.leave_open()
-                    done(race)
-                in_turn = time.monotonic() - began - at_once
+                while self.begin(queue, place) or self.open:
+                    self.hear()
+                    for race in [race for race in self.open if self.is_ready(race)]:
+                        with self.alone():
+                            self.finish(race, place, work, done)
+                if queue:
+                    names = ", ".join(str(race.case) for race in queue)
+                    self.say(f"{names}: not begun, {self.left():.0f} s are left")
                 for race in self.races:
-                    self.again(race, Path(folder), work, done)
+                    self.again(race, place, work, done)
             finally:
                 for race in self.races:
                     race.leave(*race.runners)
-        if self.together:
-            words = f"{at_once:.0f} s for starting and for compiling at once, {in_turn:.0f} s in turn"
-            self.say(f"{', '.join(str(race.case) for race in self.races)}: {words}")
-        return Spent(len(self.races), at_once, in_turn)
 
-    def reserve(self, cases: int) -> float:
-        """Seconds kept for the races of some cases; never most of what is left."""
-        return min(RACE_SECONDS * cases, max(0.0, self.deadline - time.monotonic()) / 2)
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
 
-    # ---- before anything is timed ------------------------------------------------------------------------------------
+    # ---- who begins --------------------------------------------------------------------------------------------------
 
-    def prepare(self, folder: Path) -> float:
-        """Builds, compiles and compares. Returns the seconds that do not grow with the number of cases."""
-        for race in self.races:
-            race.until(self.deadline - self.reserve(len(self.races)))
-        at_once, stages, start = 0.0, self.stages(), time.monotonic()
-        if self.together:
-            self.start([pair for stage in stages for pair in stage], folder)
-            at_once += time.monotonic() - start
-        for stage in stages:
-            start = time.monotonic()
-            if not self.together:
-                self.start(stage, folder)
-            self.compile(stage)
-            at_once += time.monotonic() - start if len(stage) > 1 else 0.0
-        return at_once
+    def begin(self, queue: list[Race], folder: Path) -> bool:
+        """Begins cases of the queue for which there is time and room. Whether it began one."""
+        began = False
+        while len(self.open) < max(1, self.at_once) and self.left() >= max(self.least, self.longest):
+            race = next((race for race in queue if not self.open or self.fits(race)), None)
+            if race is None:
+                break
+            queue.remove(race)
+            self.open[race] = time.monotonic()
+            self.waiting[race] = [name for name in race.wanted if self.at_once and not measures(name)]
+            if self.at_once:
+                for name in race.wanted:
+                    race.start(name, folder, None if measures(name) else self.clock.file)  # the field's has it then
+                self.starting += [(race, name) for name in race.wanted if name in race.runners]
+            self.share_time()
+            began = True
+        return began
 
-    def stages(self) -> list[Stage]:
-        """Who compiles at once, in order. Eager says what is right; rivals that time kernels are slow and come last."""
-        pairs = [(race, name) for race in self.races for name in race.wanted]
-        if not self.together:
-            return [[pair] for pair in pairs]
-        eager = [[pair] for pair in pairs if pair[1] == EAGER]
-        ours = [[pair] for pair in sorted(pairs, key=lambda pair: pair[1] != OURS) if is_ours(pair[1])]
-        others = [pair for pair in pairs if pair[1] != EAGER and not measures(pair[1])]
-        measuring = [[pair] for pair in pairs if measures(pair[1]) and not is_ours(pair[1])]
-        return [*eager, *ours, *([others] if others else []), *measuring]
+    def fits(self, race: Race) -> bool:
+        """Whether there is memory for it beside those that are open. Ours are not there at the same time."""
+        races = [*self.open, race]
+        standing = sum(each.bytes_of(name) for each in races for name in each.wanted if not measures(name))
+        alone = max(sum(each.bytes_of(name) for name in each.wanted if measures(name)) for each in races)
+        return standing + alone + PROCESS_BYTES * sum(len(each.wanted) for each in races) <= self.room
 
-    def start(self, stage: Stage, folder: Path) -> None:
-        """Starts processes, and waits until all have imported and built: nobody does so while ours compiles."""
-        for race, name in stage:
-            race.start(name, folder)
-        for race, name in as_they_answer(stage):
+    def share_time(self) -> None:
+        """Who compiles has until the races of all open cases must begin."""
+        for race in self.open:
+            race.until(self.deadline - self.reserve(list(self.open)))
+
+    def reserve(self, races: Sequence[Race]) -> float:
+        """Seconds kept for some cases to be finished; never most of what is left."""
+        alone = [(race, name) for race in races for name in race.wanted if not self.at_once or measures(name)]
+        seconds = sum(race.compile_seconds_of(name, COMPILE_SECONDS) for race, name in alone)
+        return min(RACE_SECONDS * len(races) + seconds, max(0.0, self.left()) / 2)
+
+    # ---- who compiles beside others ----------------------------------------------------------------------------------
+
+    def hear(self) -> None:
+        """Takes the next answer, if one is waited for, and tells those to compile who can."""
+        pairs = [*self.starting, *self.busy]
+        if pairs:
+            race, name = pair = pairs[first_to_answer([race.runners[name] for race, name in pairs])]
+            if pair in self.starting:
+                self.starting.remove(pair)
+                race.ready(name)
+            else:
+                race.check(name, self.busy.pop(pair))
+        for race in self.open:
+            self.tell(race)
+        for pair, beside in self.busy.items():
+            self.busy[pair] = max(beside, len(self.busy) - 1)
+
+    def tell(self, race: Race) -> None:
+        """Tells those of a case to compile who have started: eager first, which says what is right."""
+        for name in list(self.waiting[race]):
+            eager = EAGER in self.waiting[race] or (race, EAGER) in self.busy
+            if (race, name) in self.starting or (name != EAGER and eager):
+                continue
+            self.waiting[race].remove(name)
+            if race.prepare(name):
+                self.busy[race, name] = 0
+
+    def is_ready(self, race: Race) -> bool:
+        """Whether it waits for nobody who compiles beside others."""
+        return not self.waiting[race] and not any(race is each for each, _ in [*self.starting, *self.busy])
+
+    # ---- who has the machine -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the block everybody stands still who compiles, and no kernel of theirs is on the clock."""
+        others: list[Runner] = [race.runners[name] for race, name in [*self.starting, *self.busy]]
+        with self.clock.held(self.deadline):
+            began = time.monotonic()
+            for runner in others:
+                runner.stop()
+            try:
+                yield
+            finally:
+                if others:
+                    self.clock.stop(time.monotonic() - began)
+                for runner in others:
+                    runner.go()
+
+    def finish(self, race: Race, folder: Path, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
+        """Those compile who do so alone; then the race."""
+        others = [each for each in self.open if each is not race]
+        race.until(self.deadline - self.reserve(others))
+        for name in race.wanted:
+            if not self.at_once:
+                self.start(race, name, folder)
+            if not self.at_once or measures(name):
+                self.compile(race, name)
+        work(race)
+        race.leave(*(name for name in race.runners if name != OURS or not race.late))
+        if self.tries_again(race):
+            race.leave_open()
+        done(race)
+        self.longest = max(self.longest, time.monotonic() - self.open.pop(race))
+        self.share_time()
+
+    def start(self, race: Race, name: str, folder: Path) -> None:
+        race.start(name, folder)
+        if name in race.runners:
             race.ready(name)
 
-    def compile(self, stage: Stage) -> None:
-        told = [(race, name) for race, name in stage if race.prepare(name)]
-        for race, name in as_they_answer(told):
-            race.check(name, len(told) - 1)
+    def compile(self, race: Race, name: str) -> None:
+        if race.prepare(name):
+            race.check(name, 0)
 
     def tries_again(self, race: Race) -> bool:
         """Whether somebody found no memory who was not alone with ours."""
         return bool(race.late) and sum(len(race.wanted) for race in self.races) > 2
-
-    # ---- after all ---------------------------------------------------------------------------------------------------
 
     def again(self, race: Race, folder: Path, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
         """Another try of each who found no memory beside others, with ours alone; of all where eager found none."""
         if not self.tries_again(race):
             return
         for names in [[name] for name in race.late] if race.reference is not None else [race.wanted]:
-            if self.deadline - time.monotonic() < LEAST_SECONDS:
+            if self.left() < LEAST_SECONDS:
                 race.postpone(names)
                 continue
             self.say(f"{race.case} {', '.join(names)}: once more, with less memory taken by others")
-            race.until(self.deadline - self.reserve(1))
-            self.start([(race, name) for name in names], folder)
+            race.until(self.deadline - self.reserve([]))
             for name in names:
-                self.compile([(race, name)])
+                self.start(race, name, folder)
+            for name in names:
+                self.compile(race, name)
             race.until(self.deadline)
             if any(name in race.runners for name in names):
                 work(race)
             race.leave(*(name for name in race.runners if name != OURS))
         done(race)
-
-
-def as_they_answer(stage: Stage) -> Iterator[tuple[Race, str]]:
-    """Those whose process is there, each when it can be heard."""
-    waiting = [(race, name) for race, name in stage if name in race.runners]
-    while waiting:
-        yield waiting.pop(first_to_answer([race.runners[name] for race, name in waiting]))

@@ -9,10 +9,9 @@ from typing import Any
 from ..cost.html import SCRIPT, STYLE
 from . import profile as profiles
 from .contenders import RIVALS, rank, split
-from .results import Entry
+from .results import FIGURES, Entry
 from .summary import (
     BAR_COLUMNS,
-    FIGURES,
     Bar,
     Table,
     about,

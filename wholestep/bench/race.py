@@ -42,6 +42,14 @@ class Reference:
         return self.limits or [self.tolerance] * len(self.losses)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a contender took in an earlier run."""
+
+    bytes: float
+    compile_seconds: float
+
+
 class Race:
     """One case: starts contenders, checks them, lets them take turns. `entries` says what was found of each.
 
@@ -57,10 +65,12 @@ class Race:
         say: Callable[[str], None],
         deadline: float,
         known: Reference | None = None,
+        costs: Mapping[str, Cost] | None = None,
     ):
         self.case, self.contenders, self.settings, self.say = case, contenders, settings, say
         self.deadline = deadline
         self.known = known
+        self.costs = costs or {}
         self.reference = None if EAGER in contenders else known
         self.wanted = sorted(contenders, key=lambda name: (name != EAGER, rank(name)))  # the reference, ours, others
         if EAGER not in self.wanted and known is None:
@@ -79,6 +89,13 @@ class Race:
         """Who found no memory beside the others."""
         return [name for name, entry in self._found.items() if entry.get("out_of_memory")]
 
+    def bytes_of(self, name: str) -> float:
+        """Memory that a contender is known to take; 0 where that is not known."""
+        return self.costs[name].bytes if name in self.costs else 0.0
+
+    def compile_seconds_of(self, name: str, guess: float) -> float:
+        return self.costs[name].compile_seconds if name in self.costs else guess
+
     def until(self, deadline: float) -> None:
         """Everybody has until then."""
         self.deadline = deadline
@@ -87,7 +104,7 @@ class Race:
 
     # ---- before anything is timed ------------------------------------------------------------------------------------
 
-    def start(self, name: str, folder: Path) -> None:
+    def start(self, name: str, folder: Path, clock: Path | None = None) -> None:
         """Starts a process. It imports and builds; `ready` waits for that."""
         entry = self._found[name] = {"status": "failed"}
         caches = None
@@ -95,7 +112,7 @@ class Race:
             caches = self.runners[OURS].caches  # how long it compiles is no figure of a budget, or of a provider more
             entry["warm"] = True
         try:
-            self.runners[name] = Runner(self.case, name, self.settings, folder, self.deadline, caches)
+            self.runners[name] = Runner(self.case, name, self.settings, folder, self.deadline, caches, clock)
         except Failed as error:
             self.fail(name, error)
 
@@ -119,7 +136,7 @@ class Race:
         return name in self.runners
 
     def check(self, name: str, beside: int) -> None:
-        """Takes what a contender has prepared while `beside` others did, and compares its losses with eager's."""
+        """Takes what a contender has prepared beside up to `beside` others, and compares its losses with eager's."""
         runner, entry = self.runners[name], self._found[name]
         entry |= {"alone": beside == 0, "beside": beside}
         try:

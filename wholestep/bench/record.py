@@ -24,9 +24,9 @@ HEAD = (
     "Of jax: the most since its process began, what it tries while it compiles included.",
     "- *kernels*: what the profiler saw the device run in a step.",
     "- *compile s*: to the end of the first step with empty caches; *warm*: with ours' caches. *beside n* (or *not "
-    "alone*): n others compiled at the same time, which takes longer. Ours compiles alone, because it times kernels, "
-    "and so do max-autotune and jax. This flatters our compile time against the others'; torch.compile's other modes "
-    "time some kernels too, on their first step, and may choose worse beside others.",
+    "alone*): up to n others compiled at the same time, which takes longer; to wait for them counts for nobody. Who "
+    "times kernels has the GPU to itself meanwhile (in runs until 2026-11-18 06:40 torch.compile's modes timed theirs "
+    "beside others). Ours compiles alone, and so does jax, which flatters our compile time against the others'.",
     "- *loss apart*: relative distance of smoothed losses from eager's, of what is allowed, at the step where that is "
     "nearest. Allowed by a step is twice what rounding does to eager training by twice as many steps, at least 1 % in "
     "bf16 and 0.01 % in fp32; where that is more than half, losses need only be finite. Where no step is named: the "

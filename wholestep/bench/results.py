@@ -24,8 +24,8 @@ from ..errors import InputError
 from ..machine.cpu import cpu_field
 from ..machine.describe import usable_cores
 from .agreement import TELLING
-from .contenders import EAGER
-from .race import Reference
+from .contenders import EAGER, MODES, OURS, split
+from .race import Cost, Reference
 from .workload import Case
 
 FORMAT = "wholestep bench 1"
@@ -33,6 +33,8 @@ Entry = dict[str, Any]
 #: what makes two entries the same one
 KEY = ("device", "machine", "precision", "network", "size", "contender")
 PACKAGES = ("torch", "triton", "transformers", "jax", "wholestep")
+#: figures that are compared
+FIGURES = {"ms": "step time", "peak_bytes": "peak memory", "compile_seconds": "cold compile time"}
 
 
 def machine_name(device: str, threads: int = 0) -> str:
@@ -106,10 +108,16 @@ class Results:
     def merge(self, entry: Entry) -> None:
         """Puts an entry in the place of the one it replaces, or at the end.
 
-        One for which there was no time (`unfinished`) says nothing, and leaves what was measured before.
+        One for which there was no time (`unfinished`) says nothing, and leaves what was measured before. Those that
+        raced an entry of ours keep its figures when a later one takes its place: a ratio is one of a single run.
         """
-        if entry.get("unfinished") and any("ms" in other for other in self.entries if key(other) == key(entry)):
+        before = next((other for other in self.entries if key(other) == key(entry)), None)
+        if before is not None and entry.get("unfinished") and "ms" in before:
             return
+        if before is not None and entry["contender"] == OURS and before["status"] == "agrees":
+            for other in self.entries:
+                if other is not before and of_case(other) == of_case(before) and raced(other, before):
+                    other.setdefault("ours", {name: median(before.get(name)) for name in FIGURES})
         replace(self.entries, entry)
 
     def merge_profile(self, entry: Entry) -> None:
@@ -120,15 +128,45 @@ class Results:
 
         Those that have one limit for all steps, and such a wide one that it says little, are not.
         """
-        for entry in self.entries:
-            same = (entry["network"], entry["size"]) == (case.network, case.size) and entry["precision"] == precision
-            place = entry["machine"] == where["machine"] and entry["versions"]["torch"] == where["versions"]["torch"]
-            if same and place and entry["contender"] == EAGER and entry["status"] == "agrees":
+        for entry in self.rows(case, precision, where):
+            if entry["contender"] == EAGER and entry["status"] == "agrees":
                 losses, limits = entry["losses"], entry.get("limits", ())
                 telling = limits or entry["tolerance"] <= TELLING
                 if len(losses) == steps and None not in losses and telling:
                     return Reference(losses, max([*limits, entry["tolerance"]]), entry.get("rounding", {}), limits)
         return None
+
+    def costs(self, case: Case, contenders: Iterable[str], precision: str, where: Mapping[str, Any]) -> dict[str, Cost]:
+        """What contenders took on the same machine, where that is known: of torch.compile's modes one tells of others,
+        and eager of those that have no row."""
+        rows = {entry["contender"]: entry for entry in self.rows(case, precision, where) if entry.get("peak_bytes")}
+        found = {}
+        for name in contenders:
+            akin = [each for each in MODES if each in rows] if name in MODES else [split(name)[0], EAGER]
+            told = [rows[each] for each in ([name] if name in rows else akin) if each in rows]
+            if told:
+                most = max(told, key=lambda entry: entry["peak_bytes"])
+                found[name] = Cost(most["peak_bytes"], most["compile_seconds"])
+        return found
+
+    def missing(self, case: Case, contenders: Iterable[str], precision: str, where: Mapping[str, Any]) -> list[str]:
+        """Those of some contenders that have no times of a run with ours, by the same torch on the same machine."""
+        rows = {entry["contender"]: entry for entry in self.rows(case, precision, where)}
+        ours = rows.get(OURS)
+
+        def known(name: str) -> bool:
+            entry = rows.get(name)
+            return entry is not None and "ms" in entry and ours is not None and ("ours" in entry or raced(entry, ours))
+
+        return [name for name in contenders if not known(name)]
+
+    def rows(self, case: Case, precision: str, where: Mapping[str, Any]) -> Iterator[Entry]:
+        """Entries of a case, of a precision, on the same machine with the same torch."""
+        for entry in self.entries:
+            same = (entry["network"], entry["size"]) == (case.network, case.size) and entry["precision"] == precision
+            place = entry["machine"] == where["machine"] and entry["versions"]["torch"] == where["versions"]["torch"]
+            if same and place:
+                yield entry
 
 
 @contextmanager
@@ -148,6 +186,20 @@ def locked(path: Path) -> Iterator[None]:
 
 def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(entry[name] for name in KEY)
+
+
+def of_case(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry[name] for name in KEY if name != "contender")
+
+
+def raced(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two entries of a case were measured in one run."""
+    return entry.get("race") is not None and entry["race"] == other.get("race")
+
+
+def median(value: Any) -> Any:
+    """A figure: of one with a spread the middle."""
+    return value["median"] if isinstance(value, Mapping) else value
 
 
 def replace(listed: list[Entry], entry: Entry) -> None:

@@ -40,7 +40,7 @@ HEARING, FRAMES = 0.5, 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How races are run. `together`: how many cases are prepared at once; 0: everybody starts and compiles alone."""
+    """How races are run. `together`: how many cases are under way at once; 0: everybody starts and compiles alone."""
 
     device: str
     precision: str
@@ -74,9 +74,12 @@ class Runner:
         folder: Path,
         deadline: float,
         caches: Path | None = None,
+        clock: Path | None = None,
     ):
         self.contender, self.deadline = contender, deadline
         self.limit = self.left = settings.limit  # seconds that it may work, and may still work
+        #: since its last order: seconds for which it was stopped, and since when it is
+        self.rested, self.stopped = 0.0, 0.0
         #: seconds by order, of orders whose answer was waited for at once
         self.seconds: dict[str, float] = {}
         place = folder / f"{contender.replace(':', '-')}-{secrets.token_hex(4)}"
@@ -100,7 +103,8 @@ class Runner:
             )
         os.close(writing)
         self.answers, self.rest = reading, b""
-        who = {"contender": contender, "case": (case.network, case.size), "bind": settings.bind}
+        who: dict[str, Any] = {"contender": contender, "case": (case.network, case.size), "bind": settings.bind}
+        who["clock"] = None if clock is None else str(clock)
         how = {name: getattr(settings, name) for name in ("precision", "device", "threads", "networks")}
         try:
             self.tell("begin", **who, **how)  # it answers when it has imported what it needs
@@ -111,7 +115,7 @@ class Runner:
     def tell(self, do: str, **more: Any) -> None:
         """Gives an order. What it answers is for `hear`."""
         assert self.process.stdin is not None
-        self.told = time.monotonic()
+        self.told, self.rested = time.monotonic(), 0.0
         try:
             self.process.stdin.write((json.dumps({"do": do} | more) + "\n").encode())
             self.process.stdin.flush()
@@ -121,7 +125,7 @@ class Runner:
     def times_left(self) -> tuple[float, float]:
         """Seconds that are left to it since its last order, and to all."""
         now = time.monotonic()
-        return self.left - (now - self.told), self.deadline - now
+        return self.left - (now - self.told - self.rested), self.deadline - now
 
     def hear(self) -> dict[str, Any]:
         """The answer to the last order; Failed where it is an error, or takes longer than is left."""
@@ -138,7 +142,7 @@ class Runner:
                 self.process.wait()
                 raise Failed(f"its process ended with code {self.process.returncode}: {self.last_words()}")
             self.rest += read
-        self.left -= time.monotonic() - self.told
+        self.left -= time.monotonic() - self.told - self.rested
         line, _, self.rest = self.rest.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
@@ -151,6 +155,19 @@ class Runner:
         answer = self.hear()
         self.seconds[do] = self.seconds.get(do, 0.0) + time.monotonic() - start
         return answer
+
+    def stop(self) -> None:
+        """It and whatever it has started stand still, until `go`."""
+        self.stopped = time.monotonic()
+        self.signal(signal.SIGSTOP)
+
+    def go(self) -> None:
+        self.rested += time.monotonic() - self.stopped
+        self.signal(signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it and its children are gone
+            os.killpg(self.process.pid, number)
 
     def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -167,8 +184,7 @@ class Runner:
 
     def kill(self) -> None:
         """Ends the process and whatever it has started, at once: it has said all it knows."""
-        with suppress(ProcessLookupError):  # it and its children are gone
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def end(self) -> None:
         """`kill`, and what is left of it goes too."""

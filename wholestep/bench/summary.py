@@ -7,21 +7,21 @@ theirs, of contenders whose losses agree; one below 1 is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
 from .agreement import TELLING
 from .contenders import EAGER, MODES, OURS, RIVALS, rank
-from .results import Entry
+from .results import Entry, median, raced
 
 BEGIN, END = "<!-- wholestep bench: begin -->", "<!-- wholestep bench: end -->"
-#: figures of an entry, as a table names them
-FIGURES = {"ms": "step time", "peak_bytes": "peak memory", "compile_seconds": "cold compile time"}
 BEST = "best"
 #: share by which the measured peak differs from the planned one
 UNPLANNED = "peak off plan"
+#: how much longer our latest step may take than one beside rivals before it is said: machines of a kind differ by less
+SLOWER = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +80,38 @@ class Table:
     def figure(self, case: tuple[str, str], contender: str, figure: str) -> float | None:
         """A contender's figure, where its losses agree."""
         entry = self.rows.get(case, {}).get(contender)
-        if entry is None or entry["status"] != "agrees":
-            return None
-        value = entry.get(figure)
-        return value["median"] if isinstance(value, Mapping) else value
+        return None if entry is None or entry["status"] != "agrees" else median(entry.get(figure))
 
-    def others(self, case: tuple[str, str], figure: str) -> dict[str, float]:
-        """What the contenders beside ours have. Eager compiles nothing, so its compile time is not one."""
-        row = self.rows.get(case, {})
-        names = [n for n in RIVALS if n in row and not (n == EAGER and figure == "compile_seconds")]
-        found = {name: self.figure(case, name, figure) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+    def ours_beside(self, case: tuple[str, str], contender: str, figure: str) -> float | None:
+        """Our figure of the run in which a contender was measured; the latest one where that is not known."""
+        kept = self.rows[case][contender].get("ours", {}).get(figure)
+        return self.figure(case, OURS, figure) if kept is None else kept
+
+    def ratios(self, case: tuple[str, str], figure: str) -> dict[str, float]:
+        """Ours / theirs, of every contender that has one. Eager compiles nothing, so its compile time is none."""
+        found = {}
+        for name in self.rows.get(case, {}):
+            theirs = self.figure(case, name, figure)
+            ours = self.ours_beside(case, name, figure)
+            if name != OURS and theirs is not None and ours is not None and not compiles_nothing(name, figure):
+                found[name] = ours / theirs
+        return found
 
     def ratio(self, case: tuple[str, str], against: str, figure: str) -> tuple[float, str] | None:
         """Ours / theirs and who they are; None where one of them is not known.
 
-        Who is best is not known before a compiler has taken part.
+        The best is the one that ours is the least ahead of, and is not known before a compiler has taken part.
         """
-        ours, others = self.figure(case, OURS, figure), self.others(case, figure)
-        name: str | None = against
+        found = self.ratios(case, figure)
         if against == BEST:
-            compilers = set(MODES) & set(self.rows.get(case, {}))
-            name = min(others, key=lambda n: others[n], default=None) if compilers else None
-        if ours is None or name is None or name not in others:
-            return None
-        return ours / others[name], name
+            rivals = [name for name in RIVALS if name in found] if set(MODES) & set(self.rows.get(case, {})) else []
+            against = max(rivals, key=lambda name: found[name], default="")
+        return (found[against], against) if against in found else None
 
     def one_run(self, case: tuple[str, str], contender: str) -> bool:
-        """Whether ours and a contender were measured in the same run."""
+        """Whether a contender's ratio is one of a single run."""
         row = self.rows[case]
-        return row[OURS].get("race") == row[contender].get("race")
+        return "ours" in row[contender] or raced(row[OURS], row[contender])
 
     def own(self, case: tuple[str, str], figure: str) -> float | None:
         """A figure of ours that compares with nobody: of its facts, or how far its peak is from the planned one."""
@@ -139,6 +141,10 @@ class Table:
         value = geometric_mean(list(values.values())) if bar.over == "mean" else values[worst]
         words = f"{case_name(worst)} {values[worst]:.{digits(bar)}f}"
         return Outcome(bar, value, len(values), mixed, beside, words)
+
+
+def compiles_nothing(contender: str, figure: str) -> bool:
+    return contender == EAGER and figure == "compile_seconds"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -193,7 +199,7 @@ def notes(rows: Sequence[Sequence[str]]) -> list[str]:
     """What the marks in some rows of a table say."""
     said = {
         "*": "* ours and theirs are of different runs.",
-        "^": "^ theirs compiled beside others, which takes longer; ours compiled alone, because it times kernels.",
+        "^": "^ theirs compiled beside others, which takes longer; ours compiled alone.",
     }
     return [note for mark, note in said.items() if any(mark in cell for row in rows for cell in row)]
 
@@ -206,6 +212,10 @@ def remarks(table: Table, bars: Sequence[Bar]) -> list[str]:
     if cases:
         counts = ", ".join(f"{name} {count}" for name, count in took_part)
         found.append(f"The best of all is the best of those that were measured, of {len(cases)} cases: {counts}.")
+    slower = {case: slowed(table, case) for case in cases if slowed(table, case) > SLOWER}
+    if slower:
+        listed = ", ".join(f"{case_name(case)} {share:.2f}" for case, share in slower.items())
+        found.append(f"Ours of a later run, without all of these rivals, took longer than beside them: {listed} times.")
     loose = {case: row[EAGER]["tolerance"] for case, row in table.rows.items() if EAGER in row and loosely(row[EAGER])}
     if loose:
         listed = ", ".join(f"{case_name(case)} {limit:.0%}" for case, limit in loose.items())
@@ -214,6 +224,14 @@ def remarks(table: Table, bars: Sequence[Bar]) -> list[str]:
             f"training by the last one): {listed}."
         )
     return found
+
+
+def slowed(table: Table, case: tuple[str, str]) -> float:
+    """Our latest step time, of the shortest that was measured beside a rival whose ratio counts."""
+    latest = table.figure(case, OURS, "ms")
+    beside = [table.ours_beside(case, name, "ms") for name in table.ratios(case, "ms") if name in RIVALS]
+    known = [each for each in beside if each is not None]
+    return 0.0 if latest is None or not known else latest / min(known)
 
 
 def loosely(eager: Entry) -> bool:
@@ -313,7 +331,7 @@ def markdown(entries: Sequence[Entry], bars: Sequence[Bar]) -> str:
         "channels last for everybody; there is no dropout. For PyTorch bf16 is `torch.autocast`; torch.compile "
         "compiles forward and loss, and backward with them; AdamW is called as it is, with its fused kernels. All "
         "other settings are PyTorch's defaults. Compile time: from the call to the end of the first step, with empty "
-        "caches; (beside n): n others compiled meanwhile."
+        "caches, without waiting for others; (beside n): up to n others compiled meanwhile."
     )
     lines += [f"\\{note}" for note in notes(shown)]
     return "\n".join(lines) + "\n"

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from ..torch_private import hold_while_timing
 from . import profile as profiles
-from .contenders import Trainer, is_ours, make, torch_step
+from .clock import Clock
+from .contenders import MODES, Trainer, is_ours, make, split, torch_step
 from .memory import Peak, release, size_of
 from .workload import Batch, Case, Workload, build
 
@@ -48,6 +50,7 @@ class Worker:
     def __init__(self, order: dict[str, Any], import_seconds: float):
         self.contender, self.precision, self.device = order["contender"], order["precision"], order["device"]
         self.case, self.module, self.bind = Case(*order["case"]), order["networks"], order["bind"]
+        self.clock = Clock(order.get("clock"))
         self.import_seconds = import_seconds
         self.trainer: Trainer | None = None
         self.batch: Batch = ()
@@ -69,35 +72,30 @@ class Worker:
     # ---- orders ------------------------------------------------------------------------------------------------------
 
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Builds, compiles and trains for some steps: seconds to the end of the first, and all losses."""
+        """Builds, compiles and trains for some steps: seconds to the end of the first, and all losses.
+
+        Beside others it times kernels and trains while it has the clock.
+        """
         workload = self.workload
         self.batch = workload.batch(0, self.device)
         release(self.device)
         wait(self.device)
-        start = time.perf_counter()
+        start = self.clock.now()
+        if self.clock.file is not None and split(self.contender)[0] in MODES:
+            hold_while_timing(self.clock.held)
         trainer = self.trainer = make(
             self.contender, workload, self.precision, self.batch, self.case.network, self.module
         )
-        made = time.perf_counter() - start
+        made = self.clock.now() - start
         losses = [float(trainer(self.batch))]
         self.wait()
-        first = time.perf_counter() - start
+        first = self.clock.now() - start
         # importing PyTorch's compiler happens inside its first call; importing ours happened before this one
         imported = self.import_seconds if is_ours(self.contender) else 0.0
         self.peak = Peak(workload, trainer, self.batch, self.device)
-        self.peak.start()
-        seconds = []
-        for seed in range(1, order["steps"]):
-            batch = workload.batch(seed, self.device)
-            wait(self.device)
-            self.peak.begin()
-            begin = time.perf_counter()
-            losses.append(float(trainer(batch)))
-            self.wait()
-            seconds.append(time.perf_counter() - begin)
-            self.peak.end()
-            del batch
-        self.peak.stop()
+        with self.clock.held():
+            more, seconds = self.train(trainer, self.peak, order["steps"])
+        losses += more
         return {
             "items": workload.items,
             "source": workload.source,
@@ -109,6 +107,23 @@ class Worker:
             "made_seconds": made,
             "next_steps_seconds": seconds[:4],
         }
+
+    def train(self, trainer: Trainer, peak: Peak, steps: int) -> tuple[list[float], list[float]]:
+        """All steps but the first: their losses and their seconds."""
+        losses, seconds = [], []
+        peak.start()
+        for seed in range(1, steps):
+            batch = self.workload.batch(seed, self.device)
+            wait(self.device)
+            peak.begin()
+            begin = time.perf_counter()
+            losses.append(float(trainer(batch)))
+            self.wait()
+            seconds.append(time.perf_counter() - begin)
+            peak.end()
+            del batch
+        peak.stop()
+        return losses, seconds
 
     def facts(self, order: dict[str, Any]) -> dict[str, Any]:
         """What our step says of itself."""
@@ -148,7 +163,8 @@ class Worker:
             if name == "nudged":
                 nudge(workload.model)
             trainer = torch_step(workload, workload.loss_fn, "bf16" if name == "again" else "fp32")
-            curves[name] = [float(trainer(workload.batch(i, self.device))) for i in range(order["steps"])]
+            with self.clock.held():
+                curves[name] = [float(trainer(workload.batch(i, self.device))) for i in range(order["steps"])]
             del workload, trainer
             release(self.device)
         return {"rounded": curves}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import math
 import os
 import secrets
 import shlex
@@ -16,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from wholestep.bench import page, profile, record, summary
 from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, JAX, MODES, OURS, PRECISIONS
-from wholestep.bench.field import LEAST_SECONDS, Field, Spent
+from wholestep.bench.field import Field
 from wholestep.bench.jax_contender import has_twin
 from wholestep.bench.race import Race
 from wholestep.bench.results import Results, circumstances
@@ -65,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=1,
         default=0,
         metavar="N",
-        help="contenders that time no kernels compile at once, those of N cases (default 1); timing is always alone",
+        help="torch.compile's modes compile at once, those of up to N cases (default 1), and time kernels in turn; "
+        "ours compiles alone, and whoever is timed is",
     )
+    add("--missing", action="store_true", help="only contenders that --json has no times of, in a run with ours")
     add("--limit", type=positive, default=300.0, metavar="S", help="seconds that one contender may work (default 300)")
     add("--seconds", type=positive, default=3600.0, metavar="S", help="seconds for everything (default 3600)")
     add("--rounds", type=count, default=7, help="blocks of steps that each contender times (default 7)")
@@ -120,44 +122,46 @@ def measure(
     began, measured = time.monotonic(), Results()
     results = Results.load(Path(args.json)) if args.json else measured
     command = shlex.join(["wholestep", *sys.argv[1:]]) if sys.argv[1:2] == ["bench"] else "wholestep bench"
+    places: dict[Race, dict[str, Any]] = {}
 
     def say(text: str) -> None:
         console.line(f"[{time.monotonic() - began:6.1f} s] {text}")
         console.stream.flush()  # whoever reads a file of it sees how far it is
 
-    def keep(where: Mapping[str, Any], race: Race) -> None:
-        merge(race, where, settings, measured)
+    def keep(race: Race) -> None:
+        if race not in places:  # who has another try is of the same run
+            where = places[race] = circumstances(settings.device, settings.threads, command)
+            where["race"] = f"{where['date']} {secrets.token_hex(3)}"
+        merge(race, places[race], settings, measured)
         if args.json:  # of a run that profiles, profiles alone
             Results(() if settings.profile else measured.entries, measured.profiles).add_to(Path(args.json))
 
-    waiting, spent, deadline = list(wanted), None, began + args.seconds
-    while waiting:
-        left = deadline - time.monotonic()
-        count = min(max(1, settings.together), len(waiting), fitting(spent, left, args.seconds))
-        if count == 0:
-            say(f"{', '.join(map(str, waiting))}: not begun, {left:.0f} s are left")
-            break
-        group, waiting = waiting[:count], waiting[count:]
-        where = circumstances(settings.device, settings.threads, command)
-        where["race"] = f"{where['date']} {secrets.token_hex(3)}"
-        limited = replace(settings, limit=min(settings.limit, left))
-        races = []
-        for case in group:
-            known = results.reference(case, settings.precision, where, settings.steps)
-            twin = [JAX] if args.against is None and has_twin(case.network, settings.networks) else []
-            races.append(Race(case, [*contenders, *twin], limited, say, deadline, known))
-        field = Field(races, settings.together > 0, deadline, say)
-        try:
-            spent = field.run(Race.profiling if settings.profile else Race.timing, partial(keep, where))
-        except KeyboardInterrupt:
-            kept = (
-                f"what was finished before is in {args.json}"
-                if args.json
-                else "--json FILE would keep what is finished"
-            )
-            say(f"stopped in {', '.join(map(str, group))}; {kept}")
-            raise
+    where, deadline, races = circumstances(settings.device, settings.threads, command), began + args.seconds, []
+    limited = replace(settings, limit=min(settings.limit, args.seconds))
+    for case in wanted:
+        twin = [JAX] if args.against is None and has_twin(case.network, settings.networks) else []
+        those = [*contenders, *twin]
+        if args.missing:
+            those = [OURS, *results.missing(case, those[1:], settings.precision, where)]
+        if args.missing and those == [OURS]:
+            say(f"{case}: nobody is missing")
+            continue
+        known = results.reference(case, settings.precision, where, settings.steps)
+        costs = results.costs(case, {*those, EAGER}, settings.precision, where)
+        races.append(Race(case, those, limited, say, deadline, known, costs))
+    field = Field(races, settings.together, deadline, say, room_of(settings.device))
+    try:
+        field.run(Race.profiling if settings.profile else Race.timing, keep)
+    except KeyboardInterrupt:
+        kept = f"what was finished before is in {args.json}" if args.json else "--json FILE would keep what is finished"
+        say(f"stopped in {', '.join(str(race.case) for race in field.open)}; {kept}")
+        raise
     return measured
+
+
+def room_of(device: str) -> float:
+    """Bytes that a GPU has; the host's memory is not looked at."""
+    return torch.cuda.get_device_properties(0).total_memory if device == "cuda" else math.inf
 
 
 def merge(race: Race, where: Mapping[str, Any], settings: Settings, measured: Results) -> None:
@@ -169,13 +173,6 @@ def merge(race: Race, where: Mapping[str, Any], settings: Settings, measured: Re
             measured.merge_profile(whole)
         else:
             measured.merge(whole)
-
-
-def fitting(spent: Spent | None, left: float, whole: float) -> int:
-    """How many further cases can be finished, if they take as long as those before."""
-    if left < min(LEAST_SECONDS, whole / 2):
-        return 0
-    return sys.maxsize if spent is None else spent.fitting(left)
 
 
 # ---- what is shown and written ---------------------------------------------------------------------------------------
