@@ -290,13 +290,17 @@ def set_activation_memory_budget(share: float) -> None:
 
 
 def hold_while_timing(held: Callable[[], AbstractContextManager[Any]]) -> None:
-    """From now on torch.compile times kernels of a GPU inside of `held()`, in whichever mode."""
+    """From now on torch.compile times kernels of a GPU inside of `held()`, in whichever mode.
+
+    What it times is called once before: the first call loads a kernel, or even compiles it.
+    """
     from torch._inductor.runtime.benchmarking import benchmarker
 
     plain = benchmarker.benchmark_gpu
 
-    def timed(*given: Any, **named: Any) -> Any:
+    def timed(call: Callable[[], Any], *given: Any, **named: Any) -> Any:
+        call()
         with held():
-            return plain(*given, **named)
+            return plain(call, *given, **named)
 
     benchmarker.benchmark_gpu = timed  # type: ignore[method-assign]

@@ -176,7 +176,10 @@ def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch:
     monkeypatch.setenv("FAKE_WORKER_SLOW", "two checkpoint")
     found = run_all(["one", "two"], ["wholestep", "eager", "checkpoint"], TOGETHER)
     slow = found["two"].pop("checkpoint")
-    assert slow["status"] == "failed" and slow["unfinished"] and slow["why"] == "no time was left for all"
+    assert slow["status"] == "failed" and slow["unfinished"]
+    assert slow["why"].startswith("no time was left for all, in prepared (")
+    ours = found["two"].pop("wholestep")  # it would have been alone
+    assert ours["unfinished"] and ours["why"] == "no time was left for those it was to race"
     assert all("ms" in e for entries in found.values() for e in entries.values())
 
 
@@ -252,6 +255,7 @@ def test_time_of_others_is_not_ones_own(tmp_path: Path) -> None:
     with other.held(), mine.held(time.monotonic() + 0.2):
         pass
     assert mine.waited >= 0.2 and mine.now() - start < 0.15
+    assert other.facts()["turns"] == 1 and other.longest == other.had >= 0.2
     other.stop(5.0)
     other.stop(2.0)
     assert mine.now() - start < -6.5  # nobody was stopped, so it is less than what went by

@@ -74,6 +74,43 @@ def test_figures_of_ours_alone() -> None:
     assert off.value == pytest.approx(0.005) and off.verdict == "yes" and off.worst == "a@full 0.005"
 
 
+def test_a_ratio_stays_that_of_the_run_in_which_both_were_measured() -> None:
+    """Ours of a later run takes the place of the one before; those that raced that one keep its figures."""
+    results = Results(canned())
+    results.merge(entry("a", "wholestep", 4.0, race="later"))
+    results.merge(entry("a", "compile-max-autotune", 5.0, race="later"))
+    table, case = Table(results.entries), ("a", "full")
+    assert table.ratio(case, "compile", "ms") == (0.8, "compile") and table.one_run(case, "compile")
+    assert table.ratio(case, "compile-max-autotune", "ms") == (0.8, "compile-max-autotune")
+    assert table.ratio(case, "eager", "peak_bytes") == (0.4, "eager")
+    results.merge(entry("b", "wholestep", 7.0, race="later"))
+    table = Table(results.entries)
+    assert table.ratio(("b", "full"), "compile", "ms") == (0.4, "compile")
+    assert not table.one_run(("b", "full"), "eager")  # it raced neither
+    results.merge(entry("a", "compile", 2.0, race="later"))  # the best is the one that ours is the least ahead of
+    assert Table(results.entries).ratio(case, BEST, "ms") == (2.0, "compile")
+    results.merge(entry("a", "wholestep", 4.8, race="alone"))
+    said = summary.remarks(Table(results.entries), [bar("worst", BEST, 1.0)])
+    assert any(remark.endswith("took longer than beside them: a@full 1.20, b@full 1.17 times.") for remark in said)
+
+
+def test_who_is_missing_and_what_others_take() -> None:
+    results, case = Results(canned()), Case("b", "full")
+    names = ["eager", "compile", "compile-reduce-overhead", "jax"]
+    assert results.missing(case, names, "bf16", WHERE) == ["eager", "compile-reduce-overhead", "jax"]
+    assert results.missing(case, names, "fp32", WHERE) == names
+    costs = results.costs(case, [*names, "wholestep", "aten"], "bf16", WHERE)
+    assert {name: cost.bytes for name, cost in costs.items()} == {
+        "eager": 500.0,
+        "compile": 1500.0,
+        "compile-reduce-overhead": 1500.0,  # as another mode
+        "jax": 500.0,  # as eager
+        "wholestep": 600.0,
+        "aten": 500.0,
+    }
+    assert results.costs(Case("c", "full"), names, "bf16", WHERE) == {}
+
+
 def test_every_contender_has_a_colour_of_its_own() -> None:
     assert set(page.COLOURS) == set(CONTENDERS) and len(set(page.COLOURS.values())) == len(CONTENDERS)
 

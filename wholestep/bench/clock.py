@@ -25,12 +25,17 @@ class Clock:
         self.file = None if file is None else Path(file)
         #: seconds for which this process waited for the clock, and was not stopped
         self.waited = 0.0
+        #: how often it had it, for how many seconds in all, and at most
+        self.turns, self.had, self.longest = 0, 0.0, 0.0
         self._turn = threading.RLock()
         self._depth = 0
 
     def now(self) -> float:
         """Seconds in which this process could work, from some point in time on."""
         return time.perf_counter() - self.waited - self.stopped()
+
+    def facts(self) -> dict[str, float]:
+        return {"waited": self.waited, "turns": self.turns, "had": self.had, "longest": self.longest}
 
     def stopped(self) -> float:
         """Seconds for which all who compile have been stopped."""
@@ -54,8 +59,10 @@ class Clock:
             try:
                 have = taken(handle, deadline)
                 self.waited += self.now() - began
-                self._depth = 1
+                self._depth, start = 1, time.perf_counter()
                 yield have
+                seconds = time.perf_counter() - start
+                self.turns, self.had, self.longest = self.turns + 1, self.had + seconds, max(self.longest, seconds)
             finally:
                 self._depth = 0
                 os.close(handle)  # which unlocks it

@@ -172,7 +172,7 @@ class Field:
         for name in race.wanted:
             if not self.at_once:
                 self.start(race, name, folder)
-            if not self.at_once or measures(name):
+            if (not self.at_once or measures(name)) and not race.gave_up(name):
                 self.compile(race, name)
         work(race)
         race.leave(*(name for name in race.runners if name != OURS or not race.late))

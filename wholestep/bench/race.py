@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import agreement
-from .contenders import EAGER, OURS, is_ours, rank
+from .contenders import EAGER, OURS, is_ours, measures, rank
 from .runner import Failed, Runner, Settings
 from .workload import Case
 
@@ -47,7 +47,8 @@ class Cost:
     """What a contender took in an earlier run."""
 
     bytes: float
-    compile_seconds: float
+    #: None: not known
+    compile_seconds: float | None
 
 
 class Race:
@@ -94,7 +95,8 @@ class Race:
         return self.costs[name].bytes if name in self.costs else 0.0
 
     def compile_seconds_of(self, name: str, guess: float) -> float:
-        return self.costs[name].compile_seconds if name in self.costs else guess
+        known = self.costs[name].compile_seconds if name in self.costs else None
+        return guess if known is None else known
 
     def until(self, deadline: float) -> None:
         """Everybody has until then."""
@@ -134,6 +136,15 @@ class Race:
             except Failed as error:
                 self.fail(name, error)
         return name in self.runners
+
+    def gave_up(self, name: str) -> bool:
+        """Whether no time was left for all others that are waited for: then it would be measured beside nobody."""
+        others = [each for each in self.wanted if each != EAGER and not measures(each)]
+        late = [each for each in others if self._found.get(each, {}).get("unfinished")]
+        if name not in self.runners or not others or late != others:
+            return False
+        self.fail(name, Failed("no time was left for those it was to race", out_of_time=True))
+        return True
 
     def check(self, name: str, beside: int) -> None:
         """Takes what a contender has prepared beside up to `beside` others, and compares its losses with eager's."""

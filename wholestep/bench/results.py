@@ -88,7 +88,8 @@ class Results:
         with locked(path):
             whole = Results.load(path)
             for entry in self.entries:
-                whole.merge(entry)
+                if not entry.get("unfinished"):  # nothing is known of it
+                    whole.merge(entry)
             for entry in self.profiles:
                 whole.merge_profile(entry)
             whole.save(path)
@@ -146,7 +147,7 @@ class Results:
             told = [rows[each] for each in ([name] if name in rows else akin) if each in rows]
             if told:
                 most = max(told, key=lambda entry: entry["peak_bytes"])
-                found[name] = Cost(most["peak_bytes"], most["compile_seconds"])
+                found[name] = Cost(most["peak_bytes"], most["compile_seconds"] if name in rows else None)
         return found
 
     def missing(self, case: Case, contenders: Iterable[str], precision: str, where: Mapping[str, Any]) -> list[str]:

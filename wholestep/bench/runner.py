@@ -136,7 +136,7 @@ class Runner:
                     continue
                 if own <= all_left:
                     raise Failed(f"over its limit of {self.limit:.0f} s, {self.where()}")
-                raise Failed("no time was left for all", out_of_time=True)
+                raise Failed(f"no time was left for all, {self.where()}", out_of_time=True)
             read = os.read(self.answers, 1 << 20)
             if not read:
                 self.process.wait()

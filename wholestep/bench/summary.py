@@ -270,7 +270,7 @@ def contender_rows(table: Table) -> tuple[list[str], list[list[str]]]:
                 cells[3] = compile_text(entry)
                 cells[4] = "" if ratio is None else f"{ratio[0]:.3f}{'' if table.one_run(case, name) else '*'}"
             if entry.get("distance") is not None:
-                cells[5] = f"{entry['distance']:.1e}{'' if entry['status'] == 'agrees' else ' DISAGREES'}"
+                cells[5] = f"{entry['distance']:.1e}{' DISAGREES' if entry['status'] == 'disagrees' else ''}"
             rows.append([case_name(case), name, *cells])
     return columns, rows
 

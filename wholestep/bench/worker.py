@@ -93,10 +93,12 @@ class Worker:
         # importing PyTorch's compiler happens inside its first call; importing ours happened before this one
         imported = self.import_seconds if is_ours(self.contender) else 0.0
         self.peak = Peak(workload, trainer, self.batch, self.device)
+        clock = self.clock.facts()
         with self.clock.held():
             more, seconds = self.train(trainer, self.peak, order["steps"])
         losses += more
         return {
+            "clock": clock,
             "items": workload.items,
             "source": workload.source,
             "parameters": sum(p.numel() for p in workload.model.parameters()),
