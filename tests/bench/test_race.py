@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from wholestep.bench import agreement, race, runner
+from wholestep.bench import agreement, field, race, runner
 from wholestep.bench.clock import Clock
 from wholestep.bench.contenders import MODES, measures
 from wholestep.bench.field import COMPILE_SECONDS, LEAST_SECONDS, PROCESS_BYTES, RACE_SECONDS, Field
@@ -181,6 +181,15 @@ def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch:
     ours = found["two"].pop("wholestep")  # it would have been alone
     assert ours["unfinished"] and ours["why"] == "no time was left for those it was to race"
     assert all("ms" in e for entries in found.values() for e in entries.values())
+
+
+def test_who_compiles_for_long_says_what_it_does(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_WORKER_SLOW", "any checkpoint")
+    monkeypatch.setattr(field, "PROGRESS_SECONDS", 0.2)
+    said: list[str] = []
+    slow = Race(Case("any"), ["checkpoint"], replace(TOGETHER, limit=3.0), said.append, 0.0, Reference([2.0], 1.0))
+    Field([slow], 1, time.monotonic() + 60, said.append).run(Race.timing, lambda race: None)
+    assert any(line.startswith("any checkpoint: compiles, in prepared (<string>:") for line in said)
 
 
 def test_time_is_kept_for_races() -> None:

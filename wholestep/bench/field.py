@@ -16,12 +16,14 @@ from pathlib import Path
 from .clock import Clock
 from .contenders import EAGER, OURS, measures
 from .race import Race
-from .runner import Runner, first_to_answer
+from .runner import Runner, first_to_answer, where
 
 #: seconds of the time for all that are kept for the race of a case, and for a contender that compiles alone before it
 RACE_SECONDS, COMPILE_SECONDS = 12.0, 30.0
 #: seconds below which nothing further is begun
 LEAST_SECONDS = 20.0
+#: seconds after which it is said who compiles
+PROGRESS_SECONDS = 60.0
 #: bytes of a GPU that a process takes beside its tensors
 PROCESS_BYTES = 0.7e9
 
@@ -49,6 +51,7 @@ class Field:
         self.starting: list[Pair] = []
         self.busy: dict[Pair, int] = {}
         self.longest = 0.0
+        self.told = time.monotonic()
         self.clock = Clock(None)
 
     def run(self, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
@@ -121,13 +124,18 @@ class Field:
     def hear(self) -> None:
         """Takes the next answer, if one is waited for, and tells those to compile who can."""
         pairs = [*self.starting, *self.busy]
-        if pairs:
-            race, name = pair = pairs[first_to_answer([race.runners[name] for race, name in pairs])]
+        while pairs:
+            place = first_to_answer([race.runners[name] for race, name in pairs], self.told + PROGRESS_SECONDS)
+            if place is None:
+                self.tell_progress()
+                continue
+            race, name = pair = pairs[place]
             if pair in self.starting:
                 self.starting.remove(pair)
                 race.ready(name)
             else:
                 race.check(name, self.busy.pop(pair))
+            break
         for race in self.open:
             self.tell(race)
         for pair, beside in self.busy.items():
@@ -142,6 +150,13 @@ class Field:
             self.waiting[race].remove(name)
             if race.prepare(name):
                 self.busy[race, name] = 0
+
+    def tell_progress(self) -> None:
+        """Says who compiles, and what each is doing just now."""
+        doing = where([race.runners[name] for race, name in self.busy]) if self.busy else []
+        for (race, name), words in zip(self.busy, doing, strict=True):
+            self.say(f"{race.case} {name}: compiles, {words}")
+        self.told = time.monotonic()
 
     def is_ready(self, race: Race) -> bool:
         """Whether it waits for nobody who compiles beside others."""

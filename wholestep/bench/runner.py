@@ -6,6 +6,7 @@ It has caches of its own in a temporary folder, so that what it compiles is comp
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -175,12 +176,7 @@ class Runner:
 
     def where(self) -> str:
         """What a process that does not answer is doing: innermost frames of its stack, which it writes to its log."""
-        said = self.log.stat().st_size
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(HEARING)
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', self.log.read_text(errors="replace")[said:])
-        return "in " + " < ".join(f"{function} ({Path(file).name}:{line})" for file, line, function in frames[:FRAMES])
+        return where([self])[0]
 
     def kill(self) -> None:
         """Ends the process and whatever it has started, at once: it has said all it knows."""
@@ -196,11 +192,28 @@ class Runner:
         os.close(self.answers)
 
 
-def first_to_answer(runners: Sequence[Runner]) -> int:
-    """The place of one that can be heard without waiting: it has answered, or has no time left to."""
-    while True:
+def where(runners: Sequence[Runner]) -> list[str]:
+    """What processes are doing that have not answered, asked at once."""
+    said = [runner.log.stat().st_size for runner in runners]
+    for runner in runners:
+        with suppress(ProcessLookupError):
+            os.kill(runner.process.pid, signal.SIGUSR1)
+    time.sleep(HEARING)
+    found = []
+    for runner, start in zip(runners, said, strict=True):
+        lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', runner.log.read_text(errors="replace")[start:])
+        frames = [f"{function} ({Path(file).name}:{line})" for file, line, function in lines[:FRAMES]]
+        found.append("in " + " < ".join(frames))
+    return found
+
+
+def first_to_answer(runners: Sequence[Runner], until: float = math.inf) -> int | None:
+    """The place of one that can be heard without waiting: it has answered, or has no time left to. None: nobody by
+    then."""
+    while time.monotonic() < until:
         least = min(min(runner.times_left()) for runner in runners)
         answered = select.select([runner.answers for runner in runners], [], [], max(0.0, min(least, 1.0)))[0]
         for place, runner in enumerate(runners):
             if runner.answers in answered or min(runner.times_left()) <= 0:
                 return place
+    return None

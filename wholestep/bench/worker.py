@@ -315,6 +315,6 @@ def answers(number: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def main(import_seconds: float) -> None:
-    faulthandler.register(signal.SIGUSR1)  # says in the log what it is doing
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # says in the log what it is doing
     with answers(int(sys.argv[1])) as answer:
         serve(sys.stdin, answer, import_seconds)
