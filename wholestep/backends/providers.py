@@ -523,7 +523,7 @@ class Cpp(Generator):
 
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
-    templates = ("cpp.convolution",)
+    templates = ("cpp.convolution", "cpp.embedding")
 
     def absent(self) -> str:
         return self.code.missing()
