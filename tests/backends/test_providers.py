@@ -18,7 +18,7 @@ from torch import nn
 import wholestep as ws
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import data, fresh, sgd
-from wholestep.backends import cpp
+from wholestep.backends import cpp, providers
 from wholestep.backends.cublas.matrices import one_product
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
@@ -335,6 +335,12 @@ def test_files_that_a_provider_imports_are_part_of_its_version(
             file.write("pass\n")
         found.append(mine().version)
     assert len(set(found)) == 4 and found[-2] == found[-1] != ""
+
+
+def test_code_that_is_not_python_is_part_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "version_of", lambda files: " ".join(file.name for file in files))
+    hashed = providers.Cpp().version.split()
+    assert {"embedding.h", "embedding.py", "convolution.h"} <= set(hashed)
 
 
 class Products(Provider):

@@ -308,7 +308,7 @@ class Generator(Provider):
         here = Path(__file__).parent
         files = [here / f"{name.replace('.', '/')}.py" for name in self.templates]
         for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
-            files += sorted(folder.glob("*.py"))
+            files += sorted([*folder.glob("*.py"), *folder.glob("*.h")])
         return version_of([*files, *(here.parent / "transforms" / f"{name}.py" for name in self.written_by)])
 
     @property
