@@ -161,16 +161,16 @@ def test_to_be_stopped_is_no_part_of_a_limit(journal: Path, monkeypatch: pytest.
     slow.hear()
     slow.tell("prepare", steps=3)
     slow.stop()
-    time.sleep(0.3)
+    time.sleep(1.0)
     slow.go()
-    assert slow.left - slow.times_left()[0] < 0.2
+    assert slow.left - slow.times_left()[0] < 0.8
     slow.end()
 
 
 def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def share_time(field: Field) -> None:
         for each in field.open:
-            each.until(time.monotonic() + 1.5)
+            each.until(time.monotonic() + 4)
 
     monkeypatch.setattr(Field, "share_time", share_time)
     monkeypatch.setenv("FAKE_WORKER_SLOW", "two checkpoint")
@@ -260,14 +260,15 @@ def test_whoever_has_the_clock_has_it_alone(tmp_path: Path) -> None:
 
 def test_time_of_others_is_not_ones_own(tmp_path: Path) -> None:
     mine, other = Clock(tmp_path / "clock"), Clock(tmp_path / "clock")
-    start = mine.now()
+    start, began = mine.now(), time.perf_counter()
     with other.held(), mine.held(time.monotonic() + 0.2):
         pass
-    assert mine.waited >= 0.2 and mine.now() - start < 0.15
+    elapsed = time.perf_counter() - began
+    assert mine.waited >= 0.2 and mine.now() - start == pytest.approx(elapsed - mine.waited, abs=0.1)
     assert other.facts()["turns"] == 1 and other.longest == other.had >= 0.2
     other.stop(5.0)
     other.stop(2.0)
-    assert mine.now() - start < -6.5  # nobody was stopped, so it is less than what went by
+    assert mine.now() - start < elapsed - 6  # nobody was stopped, so it is less than what went by
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
