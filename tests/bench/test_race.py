@@ -12,7 +12,7 @@ import pytest
 
 from wholestep.bench import agreement, field, race, runner
 from wholestep.bench.clock import Clock
-from wholestep.bench.contenders import MODES, measures
+from wholestep.bench.contenders import MODES, compiles_alone
 from wholestep.bench.field import COMPILE_SECONDS, LEAST_SECONDS, PROCESS_BYTES, RACE_SECONDS, Field
 from wholestep.bench.race import Cost, Race, Reference
 from wholestep.bench.runner import Settings
@@ -183,6 +183,15 @@ def test_when_time_runs_out_who_is_ready_still_races(journal: Path, monkeypatch:
     assert all("ms" in e for entries in found.values() for e in entries.values())
 
 
+def test_time_is_left_for_a_race_of_those_that_compile_alone(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_WORKER_SLOW", "any checkpoint")
+    deadline = time.monotonic() + 8
+    slow = Race(Case("any", "tiny"), ["wholestep", "eager", "checkpoint"], SETTINGS, print, deadline)
+    Field([slow], 0, deadline, print).run(Race.timing, lambda race: None)
+    assert slow.entries["checkpoint"]["unfinished"]
+    assert all("ms" in slow.entries[name] for name in ("wholestep", "eager"))
+
+
 def test_who_compiles_for_long_says_what_it_does(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_WORKER_SLOW", "any checkpoint")
     monkeypatch.setattr(field, "PROGRESS_SECONDS", 0.2)
@@ -213,8 +222,8 @@ def test_rounds_end_when_time_does(journal: Path) -> None:
 
 
 def test_no_mode_of_torch_compile_needs_the_machine_for_itself() -> None:
-    assert not any(map(measures, (*MODES, "compile:0.6", "eager", "checkpoint")))
-    assert all(map(measures, ("wholestep", "wholestep:0.7", "aten", "max", "jax")))
+    assert not any(map(compiles_alone, (*MODES, "compile:0.6", "eager", "checkpoint")))
+    assert all(map(compiles_alone, ("wholestep", "wholestep:0.7", "aten", "max", "jax")))
 
 
 def test_cases_begin_while_there_is_room_for_them(journal: Path) -> None:

@@ -92,6 +92,8 @@ def test_a_ratio_stays_that_of_the_run_in_which_both_were_measured() -> None:
     results.merge(entry("a", "wholestep", 4.8, race="alone"))
     said = summary.remarks(Table(results.entries), [bar("worst", BEST, 1.0)])
     assert any(remark.endswith("took longer than beside them: a@full 1.20, b@full 1.17 times.") for remark in said)
+    results.merge(entry("a", "wholestep", 4.0, status="disagrees", race="wrong", distance=0.5))
+    assert Table(results.entries).ratio(case, "compile", "ms") is None  # what it was once does not count
 
 
 def test_who_is_missing_and_what_others_take() -> None:

@@ -57,7 +57,7 @@ def is_ours(contender: str) -> bool:
     return split(contender)[0] in OWN
 
 
-def measures(contender: str) -> bool:
+def compiles_alone(contender: str) -> bool:
     """Whether nobody works beside it while it compiles: it times kernels and knows of no clock that others have.
 
     torch.compile does: whichever mode, it times a kernel while it has the clock (`clock.py`).

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .clock import Clock
-from .contenders import EAGER, OURS, measures
+from .contenders import EAGER, OURS, compiles_alone
 from .race import Race
 from .runner import Runner, first_to_answer, where
 
@@ -92,10 +92,12 @@ class Field:
                 break
             queue.remove(race)
             self.open[race] = time.monotonic()
-            self.waiting[race] = [name for name in race.wanted if self.at_once and not measures(name)]
+            self.waiting[race] = [name for name in race.wanted if self.at_once and not compiles_alone(name)]
             if self.at_once:
                 for name in race.wanted:
-                    race.start(name, folder, None if measures(name) else self.clock.file)  # the field's has it then
+                    race.start(
+                        name, folder, None if compiles_alone(name) else self.clock.file
+                    )  # the field's has it then
                 self.starting += [(race, name) for name in race.wanted if name in race.runners]
             self.share_time()
             began = True
@@ -104,8 +106,8 @@ class Field:
     def fits(self, race: Race) -> bool:
         """Whether there is memory for it beside those that are open. Ours are not there at the same time."""
         races = [*self.open, race]
-        standing = sum(each.bytes_of(name) for each in races for name in each.wanted if not measures(name))
-        alone = max(sum(each.bytes_of(name) for name in each.wanted if measures(name)) for each in races)
+        standing = sum(each.bytes_of(name) for each in races for name in each.wanted if not compiles_alone(name))
+        alone = max(sum(each.bytes_of(name) for name in each.wanted if compiles_alone(name)) for each in races)
         return standing + alone + PROCESS_BYTES * sum(len(each.wanted) for each in races) <= self.room
 
     def share_time(self) -> None:
@@ -115,7 +117,7 @@ class Field:
 
     def reserve(self, races: Sequence[Race]) -> float:
         """Seconds kept for some cases to be finished; never most of what is left."""
-        alone = [(race, name) for race in races for name in race.wanted if not self.at_once or measures(name)]
+        alone = [(race, name) for race in races for name in race.wanted if not self.at_once or compiles_alone(name)]
         seconds = sum(race.compile_seconds_of(name, COMPILE_SECONDS) for race, name in alone)
         return min(RACE_SECONDS * len(races) + seconds, max(0.0, self.left()) / 2)
 
@@ -124,22 +126,24 @@ class Field:
     def hear(self) -> None:
         """Takes the next answer, if one is waited for, and tells those to compile who can."""
         pairs = [*self.starting, *self.busy]
-        while pairs:
-            place = first_to_answer([race.runners[name] for race, name in pairs], self.told + PROGRESS_SECONDS)
-            if place is None:
-                self.tell_progress()
-                continue
-            race, name = pair = pairs[place]
-            if pair in self.starting:
-                self.starting.remove(pair)
-                race.ready(name)
-            else:
-                race.check(name, self.busy.pop(pair))
-            break
+        if pairs:
+            self.take_answer(pairs)
         for race in self.open:
             self.tell(race)
         for pair, beside in self.busy.items():
             self.busy[pair] = max(beside, len(self.busy) - 1)
+
+    def take_answer(self, pairs: Sequence[Pair]) -> None:
+        """Waits for one of some, and says meanwhile what they do."""
+        runners = [race.runners[name] for race, name in pairs]
+        while (place := first_to_answer(runners, self.told + PROGRESS_SECONDS)) is None:
+            self.tell_progress()
+        race, name = pair = pairs[place]
+        if pair in self.starting:
+            self.starting.remove(pair)
+            race.ready(name)
+        else:
+            race.check(name, self.busy.pop(pair))
 
     def tell(self, race: Race) -> None:
         """Tells those of a case to compile who have started: eager first, which says what is right."""
@@ -166,7 +170,10 @@ class Field:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside the block everybody stands still who compiles, and no kernel of theirs is on the clock."""
+        """Inside the block everybody stands still who compiles, and no kernel of theirs is on the clock.
+
+        Without the clock by the deadline nothing is measured any more: all that is asked then is out of time.
+        """
         others: list[Runner] = [race.runners[name] for race, name in [*self.starting, *self.busy]]
         with self.clock.held(self.deadline):
             began = time.monotonic()
@@ -182,13 +189,14 @@ class Field:
 
     def finish(self, race: Race, folder: Path, work: Callable[[Race], None], done: Callable[[Race], None]) -> None:
         """Those compile who do so alone; then the race."""
-        others = [each for each in self.open if each is not race]
-        race.until(self.deadline - self.reserve(others))
+        end = self.deadline - self.reserve([each for each in self.open if each is not race])
+        race.until(before_race(end))
         for name in race.wanted:
             if not self.at_once:
                 self.start(race, name, folder)
-            if (not self.at_once or measures(name)) and not race.gave_up(name):
+            if (not self.at_once or compiles_alone(name)) and not race.gave_up(name):
                 self.compile(race, name)
+        race.until(end)
         work(race)
         race.leave(*(name for name in race.runners if name != OURS or not race.late))
         if self.tries_again(race):
@@ -219,7 +227,7 @@ class Field:
                 race.postpone(names)
                 continue
             self.say(f"{race.case} {', '.join(names)}: once more, with less memory taken by others")
-            race.until(self.deadline - self.reserve([]))
+            race.until(before_race(self.deadline))
             for name in names:
                 self.start(race, name, folder)
             for name in names:
@@ -229,3 +237,8 @@ class Field:
                 work(race)
             race.leave(*(name for name in race.runners if name != OURS))
         done(race)
+
+
+def before_race(end: float) -> float:
+    """Until when may be compiled for a race that must be over by then; at least half of what is left."""
+    return end - min(RACE_SECONDS, max(0.0, end - time.monotonic()) / 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import agreement
-from .contenders import EAGER, OURS, is_ours, measures, rank
+from .contenders import EAGER, OURS, compiles_alone, is_ours, rank
 from .runner import Failed, Runner, Settings
 from .workload import Case
 
@@ -139,7 +139,7 @@ class Race:
 
     def gave_up(self, name: str) -> bool:
         """Whether no time was left for all others that are waited for: then it would be measured beside nobody."""
-        others = [each for each in self.wanted if each != EAGER and not measures(each)]
+        others = [each for each in self.wanted if each != EAGER and not compiles_alone(each)]
         late = [each for each in others if self._found.get(each, {}).get("unfinished")]
         if name not in self.runners or not others or late != others:
             return False

@@ -83,9 +83,11 @@ class Table:
         return None if entry is None or entry["status"] != "agrees" else median(entry.get(figure))
 
     def ours_beside(self, case: tuple[str, str], contender: str, figure: str) -> float | None:
-        """Our figure of the run in which a contender was measured; the latest one where that is not known."""
+        """Our figure of the run in which a contender was measured; the latest one where that is not known. None: ours
+        fails or disagrees by now, whatever it was before."""
+        latest = self.figure(case, OURS, figure)
         kept = self.rows[case][contender].get("ours", {}).get(figure)
-        return self.figure(case, OURS, figure) if kept is None else kept
+        return latest if latest is None or kept is None else kept
 
     def ratios(self, case: tuple[str, str], figure: str) -> dict[str, float]:
         """Ours / theirs, of every contender that has one. Eager compiles nothing, so its compile time is none."""
