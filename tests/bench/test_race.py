@@ -267,6 +267,16 @@ def test_whoever_has_the_clock_has_it_alone(tmp_path: Path) -> None:
         assert have
 
 
+def test_a_kernel_waits_for_its_turn_but_not_for_long(tmp_path: Path) -> None:
+    mine, other = Clock(tmp_path / "clock"), Clock(tmp_path / "clock")
+    with mine.turn() as have, other.turn() as others:
+        assert have and not others
+    assert (mine.turns, mine.without, other.turns, other.without) == (1, 0, 0, 1)
+    with other.turn() as others:
+        assert others
+    assert other.facts()["turns"] == other.facts()["without"] == 1
+
+
 def test_time_of_others_is_not_ones_own(tmp_path: Path) -> None:
     mine, other = Clock(tmp_path / "clock"), Clock(tmp_path / "clock")
     start, began = mine.now(), time.perf_counter()

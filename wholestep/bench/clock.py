@@ -1,4 +1,5 @@
-"""One clock for contenders that compile at once: whoever times kernels or trains has the device to itself meanwhile.
+"""One clock for contenders that compile at once: whoever trains has the device to itself meanwhile, and whoever times a
+kernel, if that comes soon: there are tens of thousands of kernels, and all who compile would wait for one.
 
 It is a file that is locked. In it are the seconds for which those that compile were stopped, because somebody else was
 measured: neither they nor waiting for the clock are a part of anybody's compile time.
@@ -11,11 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 #: seconds between two looks at a clock that somebody else has, where there is a limit to waiting
-LOOK = 0.005
+LOOK = 0.002
+#: seconds for which somebody who times a kernel waits for the others: it is timed many times, and its least time counts
+PATIENCE = 0.1
 
 
 class Clock:
@@ -25,8 +28,8 @@ class Clock:
         self.file = None if file is None else Path(file)
         #: seconds for which this process waited for the clock, and was not stopped
         self.waited = 0.0
-        #: how often it had it, for how many seconds in all, and at most
-        self.turns, self.had, self.longest = 0, 0.0, 0.0
+        #: how often it had it, for how many seconds in all, and at most; how often it went on without
+        self.turns, self.had, self.longest, self.without = 0, 0.0, 0.0, 0
         self._turn = threading.RLock()
         self._depth = 0
 
@@ -35,7 +38,7 @@ class Clock:
         return time.perf_counter() - self.waited - self.stopped()
 
     def facts(self) -> dict[str, float]:
-        return {"waited": self.waited, "turns": self.turns, "had": self.had, "longest": self.longest}
+        return {name: getattr(self, name) for name in ("waited", "turns", "had", "longest", "without")}
 
     def stopped(self) -> float:
         """Seconds for which all who compile have been stopped."""
@@ -46,6 +49,10 @@ class Clock:
         """Says that all were stopped for some more seconds; whoever does so has the clock."""
         assert self.file is not None
         self.file.write_text(repr(self.stopped() + seconds))
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """The clock for a kernel's time: had by now, or done without."""
+        return self.held(time.monotonic() + PATIENCE)
 
     @contextmanager
     def held(self, deadline: float | None = None) -> Iterator[bool]:
@@ -61,8 +68,11 @@ class Clock:
                 self.waited += self.now() - began
                 self._depth, start = 1, time.perf_counter()
                 yield have
-                seconds = time.perf_counter() - start
-                self.turns, self.had, self.longest = self.turns + 1, self.had + seconds, max(self.longest, seconds)
+                if have:
+                    seconds = time.perf_counter() - start
+                    self.turns, self.had, self.longest = self.turns + 1, self.had + seconds, max(self.longest, seconds)
+                else:
+                    self.without += 1
             finally:
                 self._depth = 0
                 os.close(handle)  # which unlocks it

@@ -60,7 +60,7 @@ def is_ours(contender: str) -> bool:
 def compiles_alone(contender: str) -> bool:
     """Whether nobody works beside it while it compiles: it times kernels and knows of no clock that others have.
 
-    torch.compile does: whichever mode, it times a kernel while it has the clock (`clock.py`).
+    torch.compile does: whichever mode, it takes its turn for a kernel's time (`clock.py`).
     """
     return is_ours(contender) or contender == JAX
 

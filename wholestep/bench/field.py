@@ -1,7 +1,7 @@
 """Some cases at once: their contenders start and compile beside each other, and each case races when it is ready.
 
-Whoever times a kernel has the clock, so that nobody else does meanwhile. Ours, JAX and races have all of the machine:
-who still compiles then stands still, which is no part of its compile time. How many it compiled beside is noted.
+Those that time kernels take turns (`clock.py`). Ours, JAX and races have all of the machine: who still compiles then
+stands still, which is no part of its compile time. How many it compiled beside is noted.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Worker:
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
         """Builds, compiles and trains for some steps: seconds to the end of the first, and all losses.
 
-        Beside others it times kernels and trains while it has the clock.
+        Beside others it trains while it has the clock, and times kernels if it has its turn soon.
         """
         workload = self.workload
         self.batch = workload.batch(0, self.device)
@@ -82,7 +82,7 @@ class Worker:
         wait(self.device)
         start = self.clock.now()
         if self.clock.file is not None and split(self.contender)[0] in MODES:
-            hold_while_timing(self.clock.held)
+            hold_while_timing(self.clock.turn)
         trainer = self.trainer = make(
             self.contender, workload, self.precision, self.batch, self.case.network, self.module
         )
