@@ -113,7 +113,16 @@ def test_jax_trains_as_eager_does_where_it_is_installed(monkeypatch: pytest.Monk
     pytest.importorskip("jax")
     monkeypatch.setattr(strange_networks, "jax_twin", twin_of_plain, raising=False)
     (theirs,) = serving("eager", "plain", PREPARE)
+    steps: list[Any] = []
+    make = jax_contender.JaxTraining.__init__
+
+    def noted(self: Any, *given: Any) -> None:
+        make(self, *given)
+        steps.append(self.step)
+
+    monkeypatch.setattr(jax_contender.JaxTraining, "__init__", noted)
     ours, timed, memory = serving("jax", "plain", PREPARE, {"do": "time", "seconds": 0.001}, {"do": "memory"})
+    assert steps[0]._cache_size() == 1  # a later step would compile it again if it found arrays of another kind
     assert verdict(ours["losses"], Reference(theirs["losses"], 1e-5))["status"] == "agrees"
     assert timed["seconds"] > 0 and memory["state_bytes"] == 3 * 4 * (8 * 8 + 8 + 8 * 3 + 3) + 4
 

@@ -38,7 +38,9 @@ class JaxTraining:
         parameters, state, loss = found
         zeros = [jax.tree.map(lambda p: p * 0, parameters) for _ in range(2)]
         self.jax = jax
-        self.carry = (parameters, *zeros, state, jax.numpy.zeros((), "int32"))
+        carry = (parameters, *zeros, state, jax.numpy.zeros((), "int32"))
+        # bound to a device as batches are, and so what a step returns: else the second step compiles once more
+        self.carry = jax.device_put(carry, jax.devices()[0])
         self.step = jax.jit(whole_step(jax, loss, workload.lr, workload.warmup), donate_argnums=0)
         self.given: tuple[Batch, Any] = ((), ())
 

@@ -201,7 +201,8 @@ def where(runners: Sequence[Runner]) -> list[str]:
     time.sleep(HEARING)
     found = []
     for runner, start in zip(runners, said, strict=True):
-        lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', runner.log.read_text(errors="replace")[start:])
+        text = runner.log.read_bytes()[start:].decode(errors="replace")
+        lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
         frames = [f"{function} ({Path(file).name}:{line})" for file, line, function in lines[:FRAMES]]
         found.append("in " + " < ".join(frames))
     return found
