@@ -35,7 +35,7 @@ def bound(case: Case, precision: str) -> Bound:
     """The bound of a network's step."""
     work = build(case, "cpu")
     captured = capture(work.model, work.loss_fn, work.batch(0, "cpu"))
-    plan = plan_optimizer(work.optimizer()[0], captured.parameters)
+    plan = plan_optimizer(work.optimizer[0], captured.parameters)
     program = build_step(captured, plan, Options(precision=precision))
     run_pipeline(program.module, PIPELINE)
     return fused_bound(program.function)

@@ -134,7 +134,7 @@ def seconds_of(region: Region, more: int = 0, apart: bool = False) -> float:
 
 def planned(workload: Workload) -> Planned:
     """The step of a network as `ws.compile` makes it in bf16 on a GPU, planned with kernels that are guessed."""
-    batch, (optimizer, _) = workload.batch(0, "cpu"), workload.optimizer()
+    batch, (optimizer, _) = workload.batch(0, "cpu"), workload.optimizer
     options = Options(precision="bf16")
     step: Any = SimpleNamespace(model=workload.model, loss_fn=workload.loss_fn, optimizer=optimizer)
     captured = capture(workload.model, workload.loss_fn, batch)
@@ -158,7 +158,7 @@ def planned(workload: Workload) -> Planned:
 def compiled(workload: Workload) -> Movement:
     """The step of a network as it runs on the GPU of this machine."""
     step = ws.compile(
-        workload.model, workload.loss_fn, workload.optimizer()[0], workload.batch(0, "cuda"), precision="bf16"
+        workload.model, workload.loss_fn, workload.optimizer[0], workload.batch(0, "cuda"), precision="bf16"
     )
     movement = step.report().movement
     assert movement is not None

@@ -62,7 +62,7 @@ def compiled_step(name: str, device: str) -> tuple[Any, Batch]:
 
     given = build(cases([name], "full")[0], device)
     batch = given.batch(0, device)
-    return ws.compile(given.model, given.loss_fn, given.optimizer()[0], batch, precision="bf16"), batch
+    return ws.compile(given.model, given.loss_fn, given.optimizer[0], batch, precision="bf16"), batch
 
 
 def predictions(planned: Any, cache_bytes: int, effective: int) -> dict[str, Any]:

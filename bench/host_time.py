@@ -36,7 +36,7 @@ def compiled(work: Workload, drop: float) -> tuple[Any, Any]:
     for name, module in work.model.named_modules():
         if isinstance(module, torch.nn.Dropout) and "attn_dropout" not in name:
             module.p = drop
-    optimizer = work.optimizer()[0]
+    optimizer = work.optimizer[0]
     torch.manual_seed(1)
     start = time.perf_counter()
     step = ws.compile(work.model, work.loss_fn, optimizer, work.batch(0, "cuda"), precision="bf16")

@@ -77,7 +77,7 @@ def main() -> None:
         os.environ["WHOLESTEP_CACHE"] = folder
         start = time.perf_counter()
         batch = work.batch(0, DEVICE)
-        step = ws.compile(work.model, work.loss_fn, work.optimizer()[0], batch, precision=precision)
+        step = ws.compile(work.model, work.loss_fn, work.optimizer[0], batch, precision=precision)
         took = time.perf_counter() - start
     assert step.choices is not None
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step.choices.seconds.items())

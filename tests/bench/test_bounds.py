@@ -19,7 +19,7 @@ def row(contender: str, **facts: float) -> dict:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_is_what_a_compiled_step_says(precision):
     work = build(Case("dlrm", "tiny"), "cpu")
-    batch, optimizer = work.batch(0, "cpu"), work.optimizer()[0]
+    batch, optimizer = work.batch(0, "cpu"), work.optimizer[0]
     step = ws.compile(work.model, work.loss_fn, optimizer, batch, precision=precision, tune=False)
     assert bound(Case("dlrm", "tiny"), precision) == moved(step).bound
 

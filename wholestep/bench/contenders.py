@@ -113,7 +113,7 @@ def make(contender: str, workload: Workload, precision: str, example: Batch, net
 def ours(workload: Workload, precision: str, example: Batch, options: dict[str, Any]) -> Trainer:
     import wholestep as ws
 
-    optimizer, schedule = workload.optimizer()
+    optimizer, schedule = workload.optimizer
     whole = ws.compile(workload.model, workload.loss_fn, optimizer, example, precision=precision, **options)
     return Trainer(lambda batch: whole(*batch).detach(), optimizer, whole, schedule=schedule)
 
@@ -150,7 +150,7 @@ def keep_inputs(parts: Sequence[nn.Module]) -> None:
 
 def torch_step(workload: Workload, loss_fn: Callable[..., Any], precision: str, graphs: bool = False) -> Trainer:
     """Forward and loss as given, backward by autograd, the optimizer as it is: what a user of PyTorch writes."""
-    optimizer, schedule = workload.optimizer()
+    optimizer, schedule = workload.optimizer
     kind, low = next(workload.model.parameters()).device.type, precision == "bf16"
 
     def step(batch: Batch) -> torch.Tensor:

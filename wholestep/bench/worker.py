@@ -25,7 +25,7 @@ import torch
 from ..torch_private import hold_while_timing
 from . import profile as profiles
 from .clock import Clock
-from .contenders import MODES, Trainer, is_ours, make, split, torch_step
+from .contenders import JAX, MODES, Trainer, is_ours, make, split, torch_step
 from .memory import Peak, release, size_of
 from .workload import Batch, Case, Workload, build
 
@@ -67,7 +67,11 @@ class Worker:
         wait(self.device)
 
     def build(self) -> Workload:
-        return build(self.case, self.device, self.module, self.bind, is_ours(self.contender))
+        """The model and, where PyTorch trains it, its optimizer: a user has both before anything is compiled."""
+        workload = build(self.case, self.device, self.module, self.bind, is_ours(self.contender))
+        if self.contender != JAX:
+            _ = workload.optimizer  # the first one of a process imports PyTorch's compiler, which takes seconds
+        return workload
 
     # ---- orders ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +94,7 @@ class Worker:
         losses = [float(trainer(self.batch))]
         self.wait()
         first = self.clock.now() - start
-        # importing PyTorch's compiler happens inside its first call; importing ours happened before this one
+        # importing ours happened before; what PyTorch imports of its compiler beside Dynamo, inside the first call
         imported = self.import_seconds if is_ours(self.contender) else 0.0
         self.peak = Peak(workload, trainer, self.batch, self.device)
         clock = self.clock.facts()

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +57,7 @@ class Workload:
             return made
         return tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in made)
 
+    @cached_property
     def optimizer(self) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """AdamW by PyTorch's fused kernels, and a learning rate that grows for some steps."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, fused=True)
