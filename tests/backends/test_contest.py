@@ -135,6 +135,49 @@ def test_of_regions_that_differ_in_sizes_one_is_tried_in_every_way(monkeypatch: 
     assert other.tried == {16: [*provider.waits], 8: [*provider.waits]}
 
 
+class Written(Several):
+    """Its ways are written when they are tried, which the second cannot be; `wrote` has the others, by their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrote: dict[int, list[str]] = {}
+        self.waits = dict.fromkeys(("first", "second", "third", "fourth", "fifth", "sixth"), 5e-3)
+
+    def offers(self, region: Region) -> list[Offer]:
+        return [providers.Unwritten(Draft(self, name, region)) for name in self.waits]
+
+
+class Draft:
+    likely, scratch = True, ()
+
+    def __init__(self, provider: Written, name: str, region: Region):
+        self.provider, self.name, self.region = provider, name, region
+
+    def __iter__(self) -> Any:
+        return iter((self.name, self.region))
+
+    @property
+    def key(self) -> str:
+        if self.name == "second":
+            raise ValueError("it has no text")
+        wrote = self.provider.wrote.setdefault(self.region.operands[0].shape[0], [])
+        if self.name not in wrote:
+            wrote.append(self.name)
+        return f"{self.name} {self.region.key}"
+
+
+def test_ways_are_written_when_they_are_tried() -> None:
+    provider = Written()
+    provider.waits["sixth"] = 0.0
+    choices = Choices(CPU, [provider])
+    choices.decide([region(16), region(8)])
+    assert provider.wrote[16] == provider.tried[16] == ["first", "third", "fourth"]  # (three more, one of which failed)
+    assert provider.wrote[8] == provider.tried[8] and len(provider.wrote[8]) < 4
+    assert [(t.name, t.why) for t in choices.known[region(16).key].excluded] == [
+        ("several:second", "not built: ValueError: it has no text")
+    ]
+
+
 class Doubtful(Several):
     """Its second way can hardly be the best."""
 

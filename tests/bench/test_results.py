@@ -101,6 +101,11 @@ def test_who_is_missing_and_what_others_take() -> None:
     names = ["eager", "compile", "compile-reduce-overhead", "jax"]
     assert results.missing(case, names, "bf16", WHERE) == ["eager", "compile-reduce-overhead", "jax"]
     assert results.missing(case, names, "fp32", WHERE) == names
+    for row in results.rows(case, "bf16", WHERE):
+        row["beside"] = 3
+    assert results.missing(case, names, "bf16", WHERE) == names  # (it is to compile alone)
+    for row in results.rows(case, "bf16", WHERE):
+        row["beside"] = 0
     costs = results.costs(case, [*names, "wholestep", "aten"], "bf16", WHERE)
     assert {name: cost.bytes for name, cost in costs.items()} == {
         "eager": 500.0,

@@ -29,6 +29,7 @@ from ..machine.description import find_description
 from .about import about
 from .compare import first_line
 from .contest import (
+    NOT_BUILT,
     Built,
     Contest,
     Pair,
@@ -84,8 +85,8 @@ FORESEEN = 256
 #: seconds for which a provider that builds slowly builds ways beside those of others, the heaviest regions first
 PATIENCE = 60.0
 
-#: how the reason begins why a way was not tried, and how many of a provider's tell that it cannot build at all
-NOT_BUILT, MANY = "not built: ", 3
+#: so many of a provider's ways that are not built tell that it cannot build at all
+MANY = 3
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ class Choices:
             launches[region.key] += 1
             if region.key not in contests:
                 contests[region.key] = contest = self.contest(region)
-                contest.tried = contest.first(self.measure, self.bandwidth)
+                contest.tried = contest.written(contest.first(self.measure, self.bandwidth))
                 self.begin(contest.tried)
         if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
@@ -211,7 +212,7 @@ class Choices:
         self.round(contests.values())
         lost = [c for c in contests.values() if c.fails and self.reopen(c)]
         for contest in lost:  # the winner of before, or a guess, is no use
-            contest.tried = contest.left
+            contest.tried = contest.written(contest.left)
         self.round(lost)
         if self.measure:
             for contest in contests.values():
@@ -287,8 +288,8 @@ class Choices:
         """What is tried next, where it is worth it."""
         begun = set(map(name_of, contest.tried))
         left = [pair for pair in contest.left if name_of(pair) not in begun]
-        quick = [pair for pair in left if not pair[0].slow and contest.is_likely(pair)]
-        return [pair for pair in left if self.products or pair[0].slow or pair in quick[:MORE]]
+        quick = [name_of(pair) for pair in left if not pair[0].slow and contest.is_likely(pair)][:MORE]
+        return contest.written(p for p in left if self.products or p[0].slow or name_of(p) in quick)
 
     def try_more(self, heavy: Sequence[Contest]) -> None:
         """Tries other ways for what is heavy; what differs from a heavier one in sizes alone only the best of those."""
@@ -301,7 +302,7 @@ class Choices:
         others = [(group[0].best_names(ALIKE), c) for group in groups for c in group[1:]]
         for names, contest in others:
             known = {t.name for t in contest.timed}
-            contest.tried = most_like([n for n in names if n not in known], contest.left)
+            contest.tried = contest.written(most_like([n for n in names if n not in known], contest.left))
             contest.whole = True
         self.round([c for _, c in others if c.tried], patience)
 
@@ -353,7 +354,7 @@ class Choices:
         unknown = {region.key: region for region in regions if region.key not in self.known}
         for region in unknown.values() if self.ahead is not None else ():
             contest = self.foreseen[self.store_key(region.key)] = self.contest(region)
-            self.begin(contest.first(self.measure, self.bandwidth), perhaps=True)
+            self.begin(contest.written(contest.first(self.measure, self.bandwidth)), perhaps=True)
         while len(self.foreseen) > FORESEEN:
             del self.foreseen[next(iter(self.foreseen))]
 

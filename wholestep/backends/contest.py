@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from ..ir.core import Op
 from ..transforms.attention_sides import ATTENTION
 from ..transforms.regions import form_of
+from .compare import first_line
 from .providers import Generator, Launcher, Offer, Provider, Region
 from .store import Choice, Timed
 
@@ -20,6 +21,8 @@ Built = dict[str, Launcher | Exception]
 Way = tuple[Provider, Offer, Launcher]
 #: bytes beside its tensors that any way may take
 SOME_BYTES = 1024
+#: how the reason begins why a way was not tried
+NOT_BUILT = "not built: "
 
 
 class TimeIsUp(Exception):
@@ -71,6 +74,17 @@ class Contest:
         if measured or not own:
             return list(guesses.values())
         return [min(own, key=lambda pair: pair[0].estimate(self.region, bandwidth))]
+
+    def written(self, pairs: Iterable[Pair]) -> list[Pair]:
+        """Those of some ways that can be written, and are so from now on; why another cannot be is noted."""
+        found = []
+        for pair in pairs:
+            try:
+                _ = pair[1].key
+                found.append(pair)
+            except Exception as error:  # the others may do
+                self.timed.append(Timed(name_of(pair), 0.0, f"{NOT_BUILT}{first_line(error)}"))
+        return found
 
     @property
     def left(self) -> list[Pair]:

@@ -15,7 +15,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -100,6 +100,21 @@ class Offer:
     made: Any = field(default=None, compare=False)
     #: whether it may beat the best guess: others are for those who try everything, and where nothing else works
     likely: bool = field(default=True, compare=False)
+
+
+class Unwritten(Offer):
+    """A way of which a generator knows the name before it is written: the key and the memory come with the text."""
+
+    def __init__(self, made: Any, name: str = ""):
+        vars(self).update(made=made, name=name or made.name, likely=made.likely)
+
+    @property
+    def key(self) -> str:  # type: ignore[override]
+        return self.made.key
+
+    @property
+    def scratch(self) -> tuple[Spec, ...]:  # type: ignore[override]
+        return tuple(self.made.scratch)
 
 
 class Provider(ABC):
@@ -467,12 +482,14 @@ class Triton(Generator):
         if region.parts or region.kernel is None or self.template(region) is not None:
             return super().offer(region, name)
         found = self.code.candidates(region.kernel, region.specs, name)
-        return next((Offer(c.name, c.key, tuple(c.scratch), c) for c in found), None)
+        return next(map(Unwritten, found), None)
 
     def offers(self, region: Region) -> list[Offer]:
         if has_attention(region):
             return self.around_attention(region)
-        return [replace(o, likely=getattr(o.made, "likely", True)) for o in super().offers(region)]
+        if region.parts or self.template(region) is not None:
+            return super().offers(region)
+        return list(map(Unwritten, self.code.candidates(region.kernel, region.specs)))
 
     def around_attention(self, region: Region, only: str = "") -> list[Offer]:
         """Ways to run an attention with the loops around it, all or the one of a name."""

@@ -18,7 +18,7 @@ from ..ir.core import Op
 from ..transforms.around import NotAround, is_work, sides_of
 from ..transforms.loops import NotLoops, lowered
 from .convolution_ops import shapes_of
-from .providers import Launcher, Offer, Progress, Region
+from .providers import Launcher, Offer, Progress, Region, Unwritten
 
 #: multiplications per element that is read or written up to which a convolution waits for memory
 RIDGE = 256
@@ -73,7 +73,7 @@ def candidates(region: Region) -> list[Any]:
 
 def offers(region: Region) -> list[Offer]:
     """The tiles worth timing."""
-    return [Offer(f"windows {c.name}", c.key, tuple(c.scratch), c) for c in candidates(region)]
+    return [Unwritten(c, f"windows {c.name}") for c in candidates(region)]
 
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:

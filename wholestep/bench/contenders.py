@@ -31,9 +31,11 @@ OWN: dict[str, dict[str, Any]] = {
 }
 #: eager training that keeps the inputs of its blocks and runs them again in backward
 CHECKPOINT = "checkpoint"
+#: torch.compile as it is
+DEFAULT = "compile"
 #: contenders that compile forward and loss with torch.compile, and its mode
 MODES = {
-    "compile": None,
+    DEFAULT: None,
     "compile-reduce-overhead": "reduce-overhead",
     "compile-max-autotune": "max-autotune",
 }
@@ -43,7 +45,7 @@ JAX = "jax"
 RIVALS = (EAGER, *MODES, JAX)
 CONTENDERS = (OURS, *RIVALS, *list(OWN)[1:], CHECKPOINT)
 #: contenders that may have a budget: a share of our own peak without one; torch's `activation_memory_budget`
-BUDGETED = (OURS, "offload", "compile")
+BUDGETED = (OURS, "offload", DEFAULT)
 PRECISIONS = ("bf16", "fp32")
 
 
@@ -58,11 +60,12 @@ def is_ours(contender: str) -> bool:
 
 
 def compiles_alone(contender: str) -> bool:
-    """Whether nobody works beside it while it compiles: it times kernels and knows of no clock that others have.
+    """Whether nobody works beside it while it compiles: its seconds are compared with ours, or it times kernels and
+    knows of no clock that others have.
 
-    torch.compile does: whichever mode, it takes its turn for a kernel's time (`clock.py`).
+    torch.compile's other modes do: they take their turn for a kernel's time (`clock.py`).
     """
-    return is_ours(contender) or contender == JAX
+    return is_ours(contender) or contender in (JAX, DEFAULT)
 
 
 def rank(contender: str) -> tuple[int, float]:

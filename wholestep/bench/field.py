@@ -1,7 +1,7 @@
 """Some cases at once: their contenders start and compile beside each other, and each case races when it is ready.
 
-Those that time kernels take turns (`clock.py`). Ours, JAX and races have all of the machine: who still compiles then
-stands still, which is no part of its compile time. How many it compiled beside is noted.
+Those that time kernels take turns (`clock.py`). Ours, torch.compile as it is, JAX and races have all of the machine:
+who still compiles then stands still, which is no part of its compile time. How many it compiled beside is noted.
 """
 
 from __future__ import annotations

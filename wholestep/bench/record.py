@@ -25,8 +25,11 @@ HEAD = (
     "- *kernels*: what the profiler saw the device run in a step.",
     "- *compile s*: to the end of the first step with empty caches; *warm*: with ours' caches. *beside n* (or *not "
     "alone*): up to n others compiled at the same time, which takes longer; to wait for them counts for nobody. Who "
-    "times kernels has the GPU to itself meanwhile (in runs until 2026-11-18 06:40 torch.compile's modes timed theirs "
-    "beside others). Ours compiles alone, and so does jax, which flatters our compile time against the others'.",
+    "times a kernel has the GPU to itself, if that comes within a tenth of a second (*without* of a row's *clock*: how "
+    "often it did not; in runs until 2026-11-18 06:40 torch.compile's modes timed theirs beside others). Ours compiles "
+    "alone, and so do jax and, since 2026-11-18 12:00, torch.compile as it is: against older rows our compile time is "
+    "flattered. Since then the optimizer is there before: to make the first one imports Dynamo, which was 3.5 to 5.5 s "
+    "of everybody's compile time of networks that are not of transformers.",
     "- *loss apart*: relative distance of smoothed losses from eager's, of what is allowed, at the step where that is "
     "nearest. Allowed by a step is twice what rounding does to eager training by twice as many steps, at least 1 % in "
     "bf16 and 0.01 % in fp32; where that is more than half, losses need only be finite. Where no step is named: the "

@@ -24,7 +24,7 @@ from ..errors import InputError
 from ..machine.cpu import cpu_field
 from ..machine.describe import usable_cores
 from .agreement import TELLING
-from .contenders import EAGER, MODES, OURS, split
+from .contenders import EAGER, MODES, OURS, compiles_alone, split
 from .race import Cost, Reference
 from .workload import Case
 
@@ -151,13 +151,16 @@ class Results:
         return found
 
     def missing(self, case: Case, contenders: Iterable[str], precision: str, where: Mapping[str, Any]) -> list[str]:
-        """Those of some contenders that have no times of a run with ours, by the same torch on the same machine."""
+        """Those of some contenders that have no times of a run with ours, by the same torch on the same machine, or
+        compiled beside others where they are to do so alone."""
         rows = {entry["contender"]: entry for entry in self.rows(case, precision, where)}
         ours = rows.get(OURS)
 
         def known(name: str) -> bool:
             entry = rows.get(name)
-            return entry is not None and "ms" in entry and ours is not None and ("ours" in entry or raced(entry, ours))
+            if entry is None or "ms" not in entry or ours is None or (compiles_alone(name) and entry.get("beside")):
+                return False
+            return "ours" in entry or raced(entry, ours)
 
         return [name for name in contenders if not known(name)]
 

@@ -140,6 +140,19 @@ def test_what_candidates_share_is_compiled_once():
     assert re.findall(r"def (\w+)", compiling.alone(source, "one")) == ["near", "far", "one"]
 
 
+def test_ways_are_written_when_they_are_looked_at(monkeypatch):
+    kernel = of_step([T(8192, 3072, e=BF16)], lambda b, x: b.sum(x, dims=(0,)))
+    wrote, write = [], Family.written
+    monkeypatch.setattr(Family, "written", lambda self, config: (wrote.append(str(config)), write(self, config))[1])
+    assert generate.why_not(kernel, specs_of(kernel)) == ""
+    made = generate.candidates(kernel, specs_of(kernel))
+    assert wrote == [made[0].name] and len(made) > 3
+    assert made[0].source and made[0].key != made[1].key  # (the first is not written again)
+    assert wrote == [c.name for c in made[:2]]
+    assert [c.name for c in generate.candidates(kernel, specs_of(kernel), made[2].name)] == [made[2].name]
+    assert isinstance(made[2], generate.Candidate) and made[2].batched is None and made[2].likely
+
+
 def test_a_broken_kernel_does_not_stop_the_others():
     pytest.importorskip("triton")
     good = first([T(64)], lambda b, x: b.neg(x))

@@ -79,7 +79,7 @@ def planned(
         model=model,
         loss_fn=nn.CrossEntropyLoss(),
         batch=lambda seed, device: (torch.randn(12, 64, size, size), torch.randint(0, 10, (12,))),
-        optimizer=lambda: (torch.optim.SGD(model.parameters(), lr=0.1), None),
+        optimizer=(torch.optim.SGD(model.parameters(), lr=0.1), None),
     )
     return planning.planned(work), list(found.values())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,10 @@ from ...ir.core import Op, Value
 from ...ir.types import F32
 from ..kernels import Spec
 from .contraction_tiles import ROUNDS, Demand, Tile, choices
-from .families import power_of_two, unsupported
+from .families import Generated, power_of_two, unsupported
 from .scalars import NoText
 from .unrolled import MOST, unrolled
-from .walk import Guard, Walk
+from .walk import Guard, Latest, Walk
 from .window_rows import Rows, by_rows
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ NOTHING: frozenset[int] = frozenset()
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
     """ "" if the kernel is a matrix product that this family writes, else a reason for a user."""
     try:
-        product = Contraction(function, specs)
+        product = product_of(function, specs)
         tiles = product.tiles()
         if not tiles:
             return "no tile fits into shared memory and registers"
@@ -55,25 +55,25 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
 
 def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """The best guess first, then alternatives worth timing."""
-    from .generate import candidate
+    from .generate import unwritten
 
-    product = Contraction(function, specs)
+    product = product_of(function, specs)
     rows = over_rows(function, specs) if product.parts == 1 else []
     tiles = product.tiles()[:2] if rows else product.tiles()
-    return [*rows, *(replace(candidate(product, tile), likely=tile.likely) for tile in tiles)]
+    return [*rows, *(unwritten(product, tile, str(tile), tile.likely) for tile in tiles)]
 
 
 def over_rows(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """Ways to walk windows by their rows, where the kernel sums over windows of few channels."""
-    from .generate import candidate
+    from .generate import unwritten
 
     found = []
     for together in TOGETHER:
         rows = by_rows(function, specs, together)
         if rows is not None:
             product = Contraction(rows.function, rows.specs, rows)
-            made = [candidate(product, tile) for tile in product.tiles()[:4]]
-            found.append([replace(c, name=f"{c.name} rows{together if together > 1 else ''}") for c in made])
+            shared = f"rows{together if together > 1 else ''}"
+            found.append([unwritten(product, tile, f"{tile} {shared}") for tile in product.tiles()[:4]])
     return [c for turn in itertools.zip_longest(*found) for c in turn if c is not None]
 
 
@@ -141,6 +141,7 @@ class Contraction:
 
     def __init__(self, function: Op, specs: Sequence[Spec], rows: Rows | None = None):
         self.rows = rows
+        self.texts: dict[Tile, Generated] = {}
         reason = unsupported(specs, function)
         if reason:
             raise NoText(reason)
@@ -491,4 +492,9 @@ class Contraction:
         """The source for one configuration."""
         from .contraction_text import generate
 
-        return generate(self, tile)
+        if tile not in self.texts:
+            self.texts[tile] = generate(self, tile)
+        return self.texts[tile]
+
+
+product_of = Latest(Contraction)

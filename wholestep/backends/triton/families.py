@@ -143,6 +143,7 @@ class Family:
 
     def __init__(self, function: Op, specs: Sequence[Spec]):
         self.function = function
+        self.texts: dict[Config, Generated] = {}
         self.walk = walk = Walk(function, specs)
         self.reductions = [op for op in walk.ops if op.definition is Reduce and not walk.trivial(op)]
         self.stores = [op for op in walk.ops if op.definition is Store]
@@ -249,6 +250,11 @@ class Family:
         return [Family(function, self.walk.specs) for function in found]
 
     def generate(self, config: Config) -> Generated:
+        if config not in self.texts:
+            self.texts[config] = self.written(config)
+        return self.texts[config]
+
+    def written(self, config: Config) -> Generated:
         if isinstance(config, Cases):
             return self.by_case(config)
         if isinstance(config, Blocks):

@@ -22,7 +22,7 @@ from ..kernels import Spec
 from .configs import configs
 from .families import Family, Function, Generated, unsupported
 from .scalars import POINTERS, NoText
-from .walk import Walk
+from .walk import Latest, Walk
 
 if TYPE_CHECKING:
     from .compiling import CompileInfo
@@ -64,6 +64,25 @@ class Candidate:
     likely: bool = True
 
 
+class Unwritten(Candidate):
+    """A way that is written when something but its name is asked for: most of them are never tried."""
+
+    def __init__(self, name: str, write: Callable[[], Candidate], likely: bool = True):
+        vars(self).update(name=name, write=write, batched=None, likely=likely)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in WRITTEN:  # (nothing but these is set later)
+            raise AttributeError(name)
+        made = vars(self)["write"]()
+        vars(self).update({each: getattr(made, each) for each in WRITTEN})
+        del vars(self)["write"]  # and all that it was written from
+        return vars(self)[name]
+
+
+#: what an unwritten way does not know
+WRITTEN = ("scratch", "key", "source", "functions", "pointers")
+
+
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
     """ "" if the kernel can be generated, else a reason for a user."""
     from . import contraction
@@ -74,7 +93,7 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
     if reason:
         return reason
     try:
-        family = Family(function, specs)
+        family = family_of(function, specs)
         if not configs(family):
             return "no block sizes fit"
         family.generate(configs(family)[0])
@@ -84,13 +103,18 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
 
 
 def candidates(function: Op, specs: Sequence[Spec], only: str = "") -> list[Candidate]:
-    """The best guess first, then alternatives worth timing. only: nothing but the one of that name is written."""
+    """The best guess first, then alternatives worth timing. only: nothing but the one of that name."""
     from . import contraction
 
     if not contraction.why_not(function, specs):
-        return [c for c in contraction.candidates(function, specs) if only in ("", c.name)]
-    family = Family(function, specs)
-    return [candidate(family, config) for config in configs(family) if only in ("", str(config))]
+        found = contraction.candidates(function, specs)
+    else:
+        family = family_of(function, specs)
+        found = [unwritten(family, config, str(config)) for config in configs(family)]
+    return [c for c in found if only in ("", c.name)]
+
+
+family_of = Latest(Family)
 
 
 class Writer(Protocol[C]):
@@ -99,6 +123,11 @@ class Writer(Protocol[C]):
     walk: Walk
 
     def generate(self, config: C) -> Generated: ...
+
+
+def unwritten(family: Writer[C], config: C, name: str, likely: bool = True) -> Candidate:
+    """One configuration of a kernel, to be written when it is tried."""
+    return Unwritten(name, lambda: candidate(family, config), likely)
 
 
 def candidate(family: Writer[C], config: C) -> Candidate:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ...dialects.loop import Apply, Constant, Index, Load, Reduce, Space, Store, space_of
 from ...ir.core import Op, Value
@@ -19,6 +20,24 @@ from .scalars import NoText
 
 #: what is looked up more often than this is taken to be in a cache
 MANY_TIMES = 8
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """Makes something of a kernel and its tensors, and has the latest at hand: it is asked whether a kernel can be
+    written, and then how."""
+
+    def __init__(self, make: Callable[[Op, Sequence[Spec]], T]):
+        self.make = make
+        self.kept: tuple[Op, tuple[Spec, ...], T] | None = None
+
+    def __call__(self, function: Op, specs: Sequence[Spec]) -> T:
+        kept = self.kept
+        if kept is None or kept[0] is not function or kept[1] != tuple(specs):
+            self.kept = kept = None  # what is made now may raise
+            self.kept = kept = (function, tuple(specs), self.make(function, specs))
+        return kept[2]
 
 
 @dataclass(frozen=True, slots=True)
