@@ -42,19 +42,16 @@ UNKNOWN = Location()
 class Value:
     """The result of an op or an argument of a block. `uses` maps each using op to how often it uses the value."""
 
-    __slots__ = ("index", "name", "owner", "type", "uses")
+    __slots__ = ("index", "name", "op", "owner", "type", "uses")
 
     def __init__(self, type: Any, owner: Op | Block, index: int, name: str | None = None):
         self.type = type
         self.owner = owner
+        #: the op that makes this value; None for a block argument
+        self.op = owner if isinstance(owner, Op) else None
         self.index = index
         self.uses: dict[Op, int] = {}
         self.name = name
-
-    @property
-    def op(self) -> Op | None:
-        """The op that makes this value; None for a block argument."""
-        return self.owner if isinstance(self.owner, Op) else None
 
     def replace_by(self, new: Value) -> None:
         """Every use of this value becomes a use of `new`."""

@@ -8,6 +8,7 @@ alone: an image is walked as it is, a vector along the channels. Whoever runs su
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -276,18 +277,21 @@ def why_not(fuser: Fuser, members: Sequence[Op]) -> str:
 
 def comes_back(fuser: Fuser, anchor: Group, other: Group, made: Value | None) -> bool:
     """Whether what else than a value a kernel reads hangs on the anchor, by way of any kernels."""
-    pending = [v for m in other.members for v in m.operands if base(v) is not made and v.op not in other.members]
+    own, position = set(anchor.members), fuser.position
+    first = min((position[m] for m in own), default=math.inf)
     seen = set(other.members)
+    pending = [v for m in other.members for v in m.operands if base(v) is not made and v.op not in seen]
     while pending:
         op = pending.pop().op
         if op is None or op in seen:
             continue
+        if op in own:
+            return True
         group = fuser.groups.get(op)
         members = [op] if group is None else group.members
-        if op in anchor.members:
-            return True
         seen.update(members)
-        pending += [v for m in members for v in m.operands]
+        if max(position[m] for m in members) > first:  # what is before the anchor hangs on nothing that it makes
+            pending += [v for m in members for v in m.operands]
     return False
 
 

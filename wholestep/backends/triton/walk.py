@@ -108,7 +108,10 @@ class Walk:
         consumed = {v for op in self.ops for v in op.operands if not op.results or op.results[0] not in self.forms}
         self.counted = [f for v, f in self.forms.items() if v in consumed and f.dims]
         self.dims_of: dict[Value, frozenset[int]] = {}
+        #: of accesses, by who they are: they are asked for often
+        self.changes: dict[int, frozenset[int]] = {}
         self.vary()
+        self.changes = {id(access): self.access_dims(access) for access in self.accesses.values()}
         #: whether all large tensors hold 16-bit numbers, whose rounding hides the last bits of what f32 functions give
         heavy = [a for a in self.accesses.values() if self.specs[a.argument].dtype.is_floating_point]
         most = max((self.bytes(a) // a.itemsize for a in heavy), default=0)
@@ -194,6 +197,8 @@ class Walk:
 
     def access_dims(self, access: Access) -> frozenset[int]:
         """The iteration dimensions that an access changes along."""
+        if (known := self.changes.get(id(access))) is not None:
+            return known
         dims = access.offset.dims.union(*(g.form.dims for g in access.guards))
         dims = dims.union(*(self.dims_of[v] for v, _ in access.numbers))
         return frozenset(d for d in dims if self.sizes[d] != 1)
