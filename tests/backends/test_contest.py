@@ -148,6 +148,8 @@ class Written(Several):
 
 
 class Draft:
+    """What `Written` offers: a name, and a key that is there once it is written."""
+
     likely, scratch = True, ()
 
     def __init__(self, provider: Written, name: str, region: Region):

@@ -213,6 +213,21 @@ def test_only_those_without_times_beside_ours_are_measured(
     assert "plain@tiny: nobody is missing" in capsys.readouterr().out
 
 
+def test_the_optimizer_is_there_before_compile_time_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+    make = worker.make
+
+    def noted(contender: str, workload: Any, *given: Any) -> Any:
+        there.append("optimizer" in vars(workload))
+        return make(contender, workload, *given)
+
+    monkeypatch.setattr(worker, "make", noted)
+    serving("eager", "plain", PREPARE)
+    serving("wholestep", "plain", PREPARE)
+    serving("jax", "plain", PREPARE)  # (which has no twin of it, or is not installed)
+    assert there == [True, True, False]
+
+
 @pytest.mark.parametrize("clock", ["with others", ""])
 def test_who_shares_a_clock_trains_while_it_has_it(clock: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     held: list[bool] = []

@@ -65,10 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=1,
         default=0,
         metavar="N",
-        help="torch.compile's modes compile at once, those of up to N cases (default 1), and time kernels in turn; "
-        "ours compiles alone, and whoever is timed is",
+        help="torch.compile's other modes compile at once, those of up to N cases (default 1), and time kernels in "
+        "turn; ours, JAX and its default mode compile alone, and whoever is timed is",
     )
-    add("--missing", action="store_true", help="only contenders that --json has no times of, in a run with ours")
+    add(
+        "--missing",
+        action="store_true",
+        help="only contenders that --json has no times of in a run with ours, or that compiled beside others there",
+    )
     add("--limit", type=positive, default=300.0, metavar="S", help="seconds that one contender may work (default 300)")
     add("--seconds", type=positive, default=3600.0, metavar="S", help="seconds for everything (default 3600)")
     add("--rounds", type=count, default=7, help="blocks of steps that each contender times (default 7)")

@@ -55,17 +55,17 @@ def why_not(function: Op, specs: Sequence[Spec]) -> str:
 
 def candidates(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """The best guess first, then alternatives worth timing."""
-    from .generate import unwritten
+    from .generate import draft
 
     product = product_of(function, specs)
     rows = over_rows(function, specs) if product.parts == 1 else []
     tiles = product.tiles()[:2] if rows else product.tiles()
-    return [*rows, *(unwritten(product, tile, str(tile), tile.likely) for tile in tiles)]
+    return [*rows, *(draft(product, tile, str(tile), tile.likely) for tile in tiles)]
 
 
 def over_rows(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
     """Ways to walk windows by their rows, where the kernel sums over windows of few channels."""
-    from .generate import unwritten
+    from .generate import draft
 
     found = []
     for together in TOGETHER:
@@ -73,7 +73,7 @@ def over_rows(function: Op, specs: Sequence[Spec]) -> list[Candidate]:
         if rows is not None:
             product = Contraction(rows.function, rows.specs, rows)
             shared = f"rows{together if together > 1 else ''}"
-            found.append([unwritten(product, tile, f"{tile} {shared}") for tile in product.tiles()[:4]])
+            found.append([draft(product, tile, f"{tile} {shared}") for tile in product.tiles()[:4]])
     return [c for turn in itertools.zip_longest(*found) for c in turn if c is not None]
 
 

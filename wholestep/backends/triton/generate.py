@@ -1,7 +1,8 @@
 """Kernels of the loop dialect as Triton: what a kernel can be written as, and the built, ready callables.
 
-`candidates` writes source for the configurations worth timing; `build` compiles them in worker processes and gives
-callables that only launch. With TRITON_INTERPRET=1 the same source runs in Triton's interpreter on CPU tensors.
+`candidates` names the configurations worth timing, whose source is written when they are tried; `build` compiles them
+in worker processes and gives callables that only launch. With TRITON_INTERPRET=1 the same source runs in Triton's
+interpreter on CPU tensors.
 """
 
 from __future__ import annotations
@@ -64,14 +65,18 @@ class Candidate:
     likely: bool = True
 
 
-class Unwritten(Candidate):
+#: what a draft does not know
+WRITTEN = ("scratch", "key", "source", "functions", "pointers")
+
+
+class Draft(Candidate):
     """A way that is written when something but its name is asked for: most of them are never tried."""
 
     def __init__(self, name: str, write: Callable[[], Candidate], likely: bool = True):
         vars(self).update(name=name, write=write, batched=None, likely=likely)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in WRITTEN:  # (nothing but these is set later)
+        if name not in WRITTEN:
             raise AttributeError(name)
         made = vars(self)["write"]()
         vars(self).update({each: getattr(made, each) for each in WRITTEN})
@@ -79,8 +84,8 @@ class Unwritten(Candidate):
         return vars(self)[name]
 
 
-#: what an unwritten way does not know
-WRITTEN = ("scratch", "key", "source", "functions", "pointers")
+#: what a kernel needs that is no product
+family_of = Latest(Family)
 
 
 def why_not(function: Op, specs: Sequence[Spec]) -> str:
@@ -110,11 +115,8 @@ def candidates(function: Op, specs: Sequence[Spec], only: str = "") -> list[Cand
         found = contraction.candidates(function, specs)
     else:
         family = family_of(function, specs)
-        found = [unwritten(family, config, str(config)) for config in configs(family)]
+        found = [draft(family, config, str(config)) for config in configs(family)]
     return [c for c in found if only in ("", c.name)]
-
-
-family_of = Latest(Family)
 
 
 class Writer(Protocol[C]):
@@ -125,9 +127,9 @@ class Writer(Protocol[C]):
     def generate(self, config: C) -> Generated: ...
 
 
-def unwritten(family: Writer[C], config: C, name: str, likely: bool = True) -> Candidate:
+def draft(family: Writer[C], config: C, name: str, likely: bool = True) -> Candidate:
     """One configuration of a kernel, to be written when it is tried."""
-    return Unwritten(name, lambda: candidate(family, config), likely)
+    return Draft(name, lambda: candidate(family, config), likely)
 
 
 def candidate(family: Writer[C], config: C) -> Candidate:

@@ -35,7 +35,6 @@ class Latest(Generic[T]):
     def __call__(self, function: Op, specs: Sequence[Spec]) -> T:
         kept = self.kept
         if kept is None or kept[0] is not function or kept[1] != tuple(specs):
-            self.kept = kept = None  # what is made now may raise
             self.kept = kept = (function, tuple(specs), self.make(function, specs))
         return kept[2]
 
