@@ -102,6 +102,8 @@ class Chosen:
     excluded: list[Timed] = field(default_factory=list)
     #: seconds of the quickest way that is not ATen's; infinite where there is none
     own: float = math.inf
+    #: seconds of the best of what was tried first
+    guessed: float = float("nan")
 
 
 @dataclass
@@ -129,6 +131,8 @@ class Choices:
     expected: list[Region] = field(default_factory=list)
     #: contests of such regions, which nothing was tried in yet
     foreseen: dict[str, Contest] = field(default_factory=dict)
+    #: contests of regions that were compared by best guesses alone, and what won
+    compared: dict[str, tuple[Contest, Chosen]] = field(default_factory=dict)
     #: for a budget of memory: whether ways that take much memory beside their tensors are left out
     lean: bool = False
     #: the providers that take part now
@@ -139,7 +143,7 @@ class Choices:
 
     def leaner(self) -> Choices:
         """The same, without ways that take much memory beside their tensors."""
-        return replace(self, lean=True, known={}, foreseen={})
+        return replace(self, lean=True, known={}, foreseen={}, compared={})
 
     @property
     def objects(self) -> Objects | None:
@@ -161,19 +165,26 @@ class Choices:
         """Those who run wide products with what follows them inside: any, or this one."""
         return [p for p in self.providers if p.follows(region)]
 
-    def decide(self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True) -> None:
+    def decide(
+        self, regions: Iterable[Region], later: Sequence[Region] = (), aten: bool = True, whole: bool = True
+    ) -> None:
         """Chooses for regions that nothing is known of yet. later: regions like which some will be asked for next.
 
         aten: whether ATen takes part. Where it wins its ops lie as they like, and what reads them is another region.
+        whole: whether more than best guesses is tried where it is worth it; else regions are compared, no more.
         """
         self.contenders = [p for p in self.providers if aten or p.name != "aten"]
         try:
-            contests = self.hold(regions, later)
+            contests = self.hold(regions, later, whole)
         finally:
             if self.ahead is not None:
                 self.ahead[1].drop()
         for key, contest in contests.items():
-            self.known[key] = self.settle(contest)
+            chosen = self.settle(contest)
+            if whole:
+                self.known[key] = chosen
+            else:
+                self.compared[self.store_key(key)] = contest, chosen
         self.say_who_builds_nothing(contests.values())
         if self.device.type == "cuda" and any(c.timed for c in contests.values()):
             torch.cuda.empty_cache()  # what operands took is the step's again
@@ -191,30 +202,38 @@ class Choices:
                     stacklevel=2,
                 )
 
-    def hold(self, regions: Iterable[Region], later: Sequence[Region] = ()) -> dict[str, Contest]:
+    def hold(self, regions: Iterable[Region], later: Sequence[Region] = (), whole: bool = True) -> dict[str, Contest]:
         """Contests for regions that nothing is known of: first of best guesses, then of all where it is worth it."""
         launches, contests = Counter[str](), dict[str, Contest]()
         start = time.perf_counter()
         for region in regions:
-            if region.key in self.known:
+            if region.key in self.known or (not whole and self.store_key(region.key) in self.compared):
                 continue
             launches[region.key] += 1
-            if region.key not in contests:
-                contests[region.key] = contest = self.contest(region)
+            if region.key in contests:
+                continue
+            contest, _ = self.compared.pop(self.store_key(region.key), (None, None))
+            if contest is None:
+                contest = self.contest(region)
                 contest.tried = contest.written(contest.first(self.measure, self.bandwidth))
                 self.begin(contest.tried)
-        if self.measure and self.ahead is not None:  # a guess at what is heavy: compiled while guesses are measured
+            else:
+                contest.tried = []
+            contests[region.key] = contest
+        if (
+            self.measure and whole and self.ahead is not None
+        ):  # a guess at what is heavy: compiled while guesses are measured
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
         self.expect([region for region in (*later, *self.expected) if region.key not in contests])
         self.expected = []
         self.seconds["generate"] += time.perf_counter() - start
-        self.round(contests.values())
+        self.round([c for c in contests.values() if c.tried])
         lost = [c for c in contests.values() if c.fails and self.reopen(c)]
         for contest in lost:  # the winner of before, or a guess, is no use
             contest.tried = contest.written(contest.left)
         self.round(lost)
-        if self.measure:
+        if self.measure and whole:
             for contest in contests.values():
                 contest.whole = contest.whole or self.gain(contest) == 0
             self.try_more(self.heavy(contests.values(), launches, self.gain))
@@ -365,16 +384,18 @@ class Choices:
     def times(self, regions: Sequence[Region]) -> list[float]:
         """Measured seconds of regions, each by the best of the providers; of a product alone, by the libraries; of an
         attention and what stands around it, by those who run it as one kernel: infinite where nobody does."""
-        self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")])
+        self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")], whole=False)
         found = []
         for region in regions:
-            chosen = self.known.setdefault(region.key, Chosen("aten", "aten", None))
-            if is_around_attention(region):
+            chosen = self.known.get(region.key)
+            if chosen is None:
+                _, chosen = self.compared.get(self.store_key(region.key), (None, None))
+            if chosen is not None and is_around_attention(region):
                 found.append(chosen.own)
-                continue
-            if math.isnan(chosen.seconds):
-                chosen.seconds = self.op_by_op(region)
-            found.append(chosen.seconds)
+            elif chosen is None or math.isnan(chosen.guessed):
+                found.append(self.op_by_op(region))
+            else:
+                found.append(chosen.guessed)
         return found
 
     def op_by_op(self, region: Region) -> float:
@@ -591,7 +612,8 @@ class Choices:
             return Chosen("aten", "aten", None, excluded=excluded, own=own)
         seconds, (provider, offer, run) = contest.best
         run_it = None if provider.name == "aten" else run  # ATen's ops go back into the plan
-        found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded, own)
+        guessed = contest.estimate()
+        found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded, own, guessed)
         if contest.kept is not None:
             found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
             found.excluded += [t for t in contest.kept.candidates if t.why]

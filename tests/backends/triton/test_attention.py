@@ -304,7 +304,8 @@ def run_case(
     if timed:
         choices = Choices(region.device, [Aten(), Triton()])
         times = choices.times([region, region_of_attention(function, region.device)])
-        return {"times": times, "own": choices.known[region.key].own, "aten": choices.known[region.key].aten}
+        _, chosen = choices.compared[choices.store_key(region.key)]
+        return {"times": times, "own": chosen.own, "aten": chosen.aten}
     known = attention.Attention(function, specs)
     made = [attention.candidate(known, attention.Tile(*t)) for t in tiles] or attention.candidates(function, specs)
     return errors_of(made, inputs, outputs, exact(case.inputs, case.build, inputs), element)

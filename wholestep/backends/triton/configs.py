@@ -32,7 +32,7 @@ def between(low: int, n: int, high: int) -> int:
 def pointwise(family: Family) -> list[Config]:
     count = family.length
     most = max(power_of_two(count), 1)
-    flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((512, 4), (1024, 4), (2048, 4), (4096, 8), (512, 2))]
+    flat: list[Config] = [Blocks(min(b, most), w) for b, w in ((1024, 4), (512, 4), (2048, 4), (4096, 8), (512, 2))]
     if family.cases:
         return [*(Cases(min(b, most), w) for b, w in ((1024, 4), (512, 4), (2048, 8))), flat[0]]
     both = family.fast_dims()
@@ -177,8 +177,9 @@ def reading_ahead(family: Family, block: int) -> list[Config]:
     return made
 
 
-#: the longest of many sums that are added up a few numbers at a time, by threads that keep them
-SHORT = 256
+#: the longest of many sums that are added up a few numbers at a time, by threads that keep them; and where they lie
+#: side by side
+SHORT, MANY_SHORT = 256, 1024
 
 
 def sums(family: Family) -> list[Config]:
@@ -186,8 +187,12 @@ def sums(family: Family) -> list[Config]:
     made: list[Config] = []
     if walked_along_row(family) and kept > 1:
         # fewer columns than threads: Triton then lets each thread keep 16 bytes of a row, and not one column
-        shapes = ((64, 32, 4, 3), (64, 32, 4, 1), (128, 32, 8, 3), (128, 16, 4, 3))
+        shapes = [(64, 32, 4, 3), (64, 32, 4, 1), (128, 32, 8, 3), (128, 16, 4, 3)]
         wide = power_of_two(kept)
+        if looks_around(family):  # nothing of that can be on its way while it is worked out where it lies
+            shapes = [shapes[1], shapes[0], *shapes[2:]]
+        elif wide >= 128 and reduced <= MANY_SHORT and fills(kept, 64):
+            shapes = [shapes[3], *shapes[:3]]
         for width, high, warps, stages in shapes:
             k = min(width, wide)
             made += split(family, min(high * (width // k), power_of_two(reduced)), k, warps, stages)
@@ -200,12 +205,22 @@ def sums(family: Family) -> list[Config]:
     return made
 
 
+def looks_around(family: Family) -> bool:
+    """Whether something is read where it may not be, or where a computed number says."""
+    return any(access.guards or access.numbers for access in family.walk.accesses.values())
+
+
+def fills(kept: int, k: int) -> bool:
+    """Whether so many sums, k to a program, keep the GPU busy without programs that share one."""
+    return -(-kept // k) >= 4 * PROCESSORS
+
+
 def split(family: Family, n: int, k: int, warps: int, stages: int = 1) -> list[Config]:
     """As many programs per sum as fill the GPU a few times, while each still has something to add up."""
     blocks = -(-family.length // k)
     steps = -(-family.count // n)
     wanted = (4 if stages > 1 else 8) * PROCESSORS  # who does not read ahead waits: others run meanwhile
-    if not blocks or blocks >= 4 * PROCESSORS:
+    if not blocks or fills(family.length, k):
         return [Sums(n, k, 1, warps, stages)]
     programs = between(1, -(-wanted // blocks), -(-steps // 2))
     return [Sums(n, k, programs, warps, stages)]

@@ -12,10 +12,10 @@ SHARED = 227 * 1024
 REGISTERS = 65536
 #: what one element costs to load or store, in multiplications that its multiprocessor could have done meanwhile
 TRAFFIC = 64
-#: the same for one element of a factor that is computed, and how many times as long a program takes that computes its
-#: factors with no other beside it, where it takes the whole sum and where several share it: where rows and columns are
-#: many, as the tiles of 35 products on an H200 are told apart best (bench/results/LOG.md)
-COMPUTED, ALONE, ALONE_NARROW, LARGE = 32, (1.1, 1.0), (1.5, 1.2), 128
+#: the same for one element of a factor that is computed, where rows and columns are many; where they are few, how many
+#: times as long a program takes that computes its factors with no other beside it, where it takes the whole sum and
+#: where several share it: as the tiles of 202 products on an H200 are told apart best (bench/results/LOG.md)
+COMPUTED, ALONE, LARGE = 48, (1.5, 1.2), 64
 #: the same for the launch of one more kernel
 LAUNCH = 8_000_000
 #: rows, columns, summed, warps, stages
@@ -194,7 +194,7 @@ def staying(demand: Demand) -> list[Tile]:
     if not demand.plain[0]:  # what is computed beyond the end is for nothing: in rounds it is less
         part = min(ROUNDS, key=lambda part: rounded_up(demand.k, part))
         rounds = staying_by(demand, part) if rounded_up(demand.k, part) <= SPARE * k else []
-        found = [*found[:1], *rounds[:1], *found[1:]]
+        found = [*rounds[:1], *found]
     return found
 
 
@@ -207,6 +207,8 @@ def staying_by(demand: Demand, k: int) -> list[Tile]:
     halves = (whole, whole // 2) if whole >= 128 else (whole,)
     spare = min(rounded_up(demand.n, n) for n in halves)
     narrow = [n for n in NARROW if n < whole // 2 and rounded_up(demand.n, n) <= SPARE * spare]
+    if not demand.plain[0]:  # what is computed is so for each tile of columns
+        narrow = narrow[:1]
     for m, n, warps in itertools.product((64, 128), (*halves, *narrow), (4, 8)):
         if n < 16 or not 8 <= m * n // (32 * warps) <= most:
             continue
@@ -225,13 +227,21 @@ def staying_by(demand: Demand, k: int) -> list[Tile]:
                 found.append(replace(tile, programs=PROCESSORS * at_once // columns * columns))
                 break
     least = min((rounded_up(demand.n, t.n) for t in found), default=0)
-    # those with two loads under way first, and with few columns for nothing; the best of the wide ones is the second
-    found.sort(key=lambda t: (t.stages < 3, SPARE * rounded_up(demand.n, t.n) > least, -t.programs * t.warps))
+    # those with two loads under way first, and with few columns for nothing, if anything is made of these; the best of
+    # the wide ones is the second
+    found.sort(key=lambda t: (t.stages < 3, demand.after and SPARE * rounded_up(demand.n, t.n) > least, *crowd(t)))
     if not demand.plain[0]:  # two programs rather than two loads, so that one multiplies while the other computes
         found = [t for t in found if t.programs > PROCESSORS or t.n >= demand.n]
-        found.sort(key=lambda t: (spills(t), comes_again(t, demand), -t.programs))
+        found.sort(key=lambda t: (spills(t), comes_again(t, demand), -t.programs, demand.after and t.n))
     wide = next((t for t in found if t.n in halves), None)
     return found if wide is None or wide in found[:2] else [found[0], wide, *(t for t in found[1:] if t != wide)]
+
+
+def crowd(tile: Tile) -> tuple[int, int]:
+    """What is better the less it is: two programs of a multiprocessor are best, and then few warps; one alone has as
+    many as it can."""
+    each = -(-tile.programs // PROCESSORS)
+    return abs(each - 2), tile.warps if each > 1 else -tile.warps
 
 
 def held(m: int, n: int, k: int, warps: int) -> int:
@@ -255,7 +265,10 @@ def by_runs(demand: Demand) -> list[Tile]:
     if not demand.run or not demand.stays or demand.m < MANY or demand.n > 256:
         return []
     n, whole, found = max(16, power_of_two(demand.n)), power_of_two(demand.k), []
-    for k, warps in ((whole, 8), (demand.run, 4), (whole, 4)):
+    ways = [(whole, 8), (demand.run, 4), (whole, 4)]
+    if demand.after:  # which has fewer registers beside all of these
+        ways = [ways[1], ways[0], ways[2]]
+    for k, warps in ways:
         m, threads = 64, 32 * warps
         held = m * n // threads + m * k * demand.bytes // (4 * threads)  # registers, for sums and for what is loaded
         if k > LONGEST or held > 96:
@@ -347,8 +360,8 @@ def cost(tile: Tile, demand: Demand) -> float:
     rounds = -(-programs // (PROCESSORS * at_once)) * at_once
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
-    if at_once == 1 and computed:  # and one multiplies while the other computes its factors
-        total *= (ALONE if large else ALONE_NARROW)[tile.split > 1]
+    if at_once == 1 and computed and not large:  # and one multiplies while the other computes its factors
+        total *= ALONE[tile.split > 1]
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2
