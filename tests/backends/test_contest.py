@@ -67,6 +67,29 @@ def test_other_ways_are_tried_for_what_takes_most_of_the_time() -> None:
     assert everything.tried == {8: ["first", "second", "third"], 16: ["first", "second", "third"]}
 
 
+def test_regions_are_compared_by_best_guesses_and_the_rest_is_tried_once_they_are_decided(tmp_path: Path) -> None:
+    """Whether this is the first compile or the second, so that both join the same."""
+    provider = Several()
+    provider.waits |= {"first": 4e-3, "second": 1e-3, "third": 2e-3}
+    choices = Choices(CPU, [provider], Store("machine", tmp_path))
+    (guessed,) = choices.times([region(8)])
+    assert provider.tried == {8: ["first"]} and guessed > 3.9e-3 and not choices.known
+    assert choices.times([region(8)]) == [guessed] and provider.tried == {8: ["first"]}
+    choices.decide([region(8)])
+    assert provider.tried == {8: ["first", "second", "third"]} and not choices.compared
+    chosen = choices.known[region(8).key]
+    assert chosen.offer == "second" and chosen.seconds < chosen.guessed == guessed
+    assert choices.times([region(8)]) == [guessed] == Choices(CPU, [provider], choices.store).times([region(8)])
+
+
+def test_what_was_compared_with_aten_is_no_answer_without_it() -> None:
+    provider = Several()
+    choices = Choices(CPU, [SlowAten(), provider])
+    choices.times([region(8)])
+    choices.decide([region(8)], aten=False)
+    assert provider.tried[8].count("first") == 2 and choices.known[region(8).key].provider == "several"
+
+
 def test_who_is_slow_to_build_is_tried_only_there() -> None:
     quick, slow, waits = Several(), Several(), {8: 20e-3, 16: 0.0}
     slow.name, slow.slow = "late", True  # type: ignore[misc]

@@ -1,7 +1,8 @@
 """Who runs each region: ways that providers offer are built, compared with ATen's ops, timed, and the best kept.
 
 Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
-that take long, and longer than memory lets them. While one region is measured, kernels of others are compiled. A way
+that take long, and longer than memory lets them; regions that are only compared, to see what should be one kernel, by
+best guesses alone. While one region is measured, kernels of others are compiled. A way
 that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile, unless it ends the
 process or breaks its device: the next process does without it (`crashes.py`). What was measured is kept (`store.py`),
 once per machine and version of the providers' code; where only guesses were tried, a program in which the region weighs
@@ -382,8 +383,9 @@ class Choices:
         return self.measure and any(name in p.alone for p in self.providers)
 
     def times(self, regions: Sequence[Region]) -> list[float]:
-        """Measured seconds of regions, each by the best of the providers; of a product alone, by the libraries; of an
-        attention and what stands around it, by those who run it as one kernel: infinite where nobody does."""
+        """Measured seconds of regions, each by the best guess of the best of the providers; of a product alone, by the
+        libraries; of an attention and what stands around it, by those who run it as one kernel: infinite where nobody
+        does."""
         self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")], whole=False)
         found = []
         for region in regions:

@@ -316,6 +316,20 @@ def test_channels_last_is_one_flat_run():
     assert generate.candidates(kernel, specs_of(kernel, {0: CHANNELS_LAST}))[0].name.startswith("tile")
 
 
+def test_guesses_are_what_was_fastest():
+    """On an H200 (bench/results/LOG.md): of many short sums side by side 128 at a time, nothing read ahead where it is
+    worked out what is read, and blocks of 1024 numbers."""
+
+    def spread(b, x):
+        return b.sum(b.slice_grad(x, dim=0, start=0, end=8192, stride=2, size=8192), dims=(0,))
+
+    rows, images = [T(4096, 256, e=BF16)], [T(256, 196, 640, e=BF16)]
+    assert first(rows, lambda b, x: b.sum(x, dims=(0,))).name == "sum 32x64 p64 w4 s3"
+    assert first(images, lambda b, x: b.sum(x, dims=(1,))).name == "sum 16x128 p1 w4 s3"
+    assert first(rows, spread).name == "sum 32x64 p128 w4"
+    assert first([T(1 << 20, e=BF16)], lambda b, x: b.exp(x)).name == "flat 1024 w4"
+
+
 def test_what_large_tensors_have_not_is_walked_inside():
     """Labels are read once for all classes, which come as they lie; pixels of a cell are added up in a thread."""
     kernel = of_step(ENLARGED, enlarged_loss((8, 8)))

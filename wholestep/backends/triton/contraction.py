@@ -23,7 +23,7 @@ from ...ir.types import F32
 from ..kernels import Spec
 from .contraction_tiles import ROUNDS, Demand, Tile, choices
 from .families import Generated, power_of_two, unsupported
-from .scalars import NoText
+from .scalars import SLOW, NoText
 from .unrolled import MOST, unrolled
 from .walk import Guard, Latest, Walk
 from .window_rows import Rows, by_rows
@@ -442,6 +442,7 @@ class Contraction:
                 parts=self.parts,
                 joints=tuple(self.joints),
                 sums=any(map(self.sums_columns, self.sums)),
+                slow=any(op.attributes.get("fn") in SLOW for op in self.makers(self.factors)),
                 in_order=self.packs and any(map(self.holds_bits, self.stores)),
             )
         )

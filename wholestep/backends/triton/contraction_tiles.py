@@ -12,9 +12,10 @@ SHARED = 227 * 1024
 REGISTERS = 65536
 #: what one element costs to load or store, in multiplications that its multiprocessor could have done meanwhile
 TRAFFIC = 64
-#: the same for one element of a factor that is computed, where rows and columns are many; where they are few, how many
-#: times as long a program takes that computes its factors with no other beside it, where it takes the whole sum and
-#: where several share it: as the tiles of 202 products on an H200 are told apart best (bench/results/LOG.md)
+#: the same for one element of a factor that is computed, where rows and columns are many; where they are few, or that
+#: takes long, how many times as long a program takes that computes its factors with no other beside it, where it takes
+#: the whole sum and where several share it: as the tiles of 237 products on an H200 are told apart best
+#: (bench/results/LOG.md)
 COMPUTED, ALONE, LARGE = 48, (1.5, 1.2), 64
 #: the same for the launch of one more kernel
 LAUNCH = 8_000_000
@@ -132,6 +133,8 @@ class Demand:
     joints: tuple[int, ...] = ()
     #: whether columns of the result are summed up
     sums: bool = False
+    #: whether a factor takes functions that are computed by many instructions
+    slow: bool = False
     #: whether truth values are written that lie as tensor cores leave columns, and what else is read is so in tiles
     in_order: bool = False
 
@@ -229,19 +232,23 @@ def staying_by(demand: Demand, k: int) -> list[Tile]:
     least = min((rounded_up(demand.n, t.n) for t in found), default=0)
     # those with two loads under way first, and with few columns for nothing, if anything is made of these; the best of
     # the wide ones is the second
-    found.sort(key=lambda t: (t.stages < 3, demand.after and SPARE * rounded_up(demand.n, t.n) > least, *crowd(t)))
+    found.sort(
+        key=lambda t: (t.stages < 3, demand.after and SPARE * rounded_up(demand.n, t.n) > least, *crowd(t, demand))
+    )
     if not demand.plain[0]:  # two programs rather than two loads, so that one multiplies while the other computes
         found = [t for t in found if t.programs > PROCESSORS or t.n >= demand.n]
-        found.sort(key=lambda t: (spills(t), comes_again(t, demand), -t.programs, demand.after and t.n))
+        found.sort(key=lambda t: (spills(t), comes_again(t, demand), -t.programs, rounded_up(demand.n, t.n)))
     wide = next((t for t in found if t.n in halves), None)
     return found if wide is None or wide in found[:2] else [found[0], wide, *(t for t in found[1:] if t != wide)]
 
 
-def crowd(tile: Tile) -> tuple[int, int]:
-    """What is better the less it is: two programs of a multiprocessor are best, and then few warps; one alone has as
-    many as it can."""
+def crowd(tile: Tile, demand: Demand) -> tuple[bool, int, int]:
+    """What is better the less it is. Of wide tiles two programs of a multiprocessor are best, and of many warps, unless
+    there is another and much to be made of the sums; of narrow ones as many as there is room for."""
+    if tile.n < NARROW[0]:
+        return True, -tile.programs * tile.warps, 0
     each = -(-tile.programs // PROCESSORS)
-    return abs(each - 2), tile.warps if each > 1 else -tile.warps
+    return False, abs(each - 2), tile.warps if each > 1 and demand.after else -tile.warps
 
 
 def held(m: int, n: int, k: int, warps: int) -> int:
@@ -360,8 +367,8 @@ def cost(tile: Tile, demand: Demand) -> float:
     rounds = -(-programs // (PROCESSORS * at_once)) * at_once
     # two programs at once: one stores while the other multiplies
     total = rounds * (work + around if at_once == 1 else max(work, around) + 0.3 * min(work, around))
-    if at_once == 1 and computed and not large:  # and one multiplies while the other computes its factors
-        total *= ALONE[tile.split > 1]
+    if at_once == 1 and computed and (not large or (demand.slow and tile.split == 1 and not any(demand.stored))):
+        total *= ALONE[tile.split > 1]  # and one multiplies while the other computes its factors
     if tile.split > 1:
         total += (
             LAUNCH + demand.z * demand.m * demand.n * (tile.split * 2 + 2 * demand.around) * TRAFFIC / PROCESSORS / 2

@@ -40,6 +40,8 @@ FLOATS = ("tl.float32", "tl.float64")
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LIBDEVICE = ("exp", "exp2", "expm1", "log", "log2", "log1p", "rsqrt", "sin", "cos", "tanh", "erf", "trunc", "atan2",
              "fmod", "pow")  # fmt: skip
+#: functions of many instructions
+SLOW = {*LIBDEVICE, "sigmoid"} - {"rsqrt", "trunc"}
 
 HELPERS = {
     "larger": "return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)",
