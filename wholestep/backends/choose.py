@@ -2,11 +2,10 @@
 
 Of each provider the best guess is tried first, and its other ways only for the regions where most can be gained: those
 that take long, and longer than memory lets them; regions that are only compared, to see what should be one kernel, by
-best guesses alone. While one region is measured, kernels of others are compiled. A way
-that is wrong, crashes or cannot be built is excluded with its reason and never stops a compile, unless it ends the
-process or breaks its device: the next process does without it (`crashes.py`). What was measured is kept (`store.py`),
-once per machine and version of the providers' code; where only guesses were tried, a program in which the region weighs
-more tries the rest.
+best guesses alone. While one region is measured, kernels of others are compiled. A way that is wrong, crashes or cannot
+be built is excluded with its reason and never stops a compile, unless it ends the process or breaks its device: the
+next process does without it (`crashes.py`). What was measured is kept (`store.py`), once per machine and version of the
+providers' code; where only guesses were tried, a program in which the region weighs more tries the rest.
 """
 
 from __future__ import annotations
@@ -221,9 +220,7 @@ class Choices:
             else:
                 contest.tried = []
             contests[region.key] = contest
-        if (
-            self.measure and whole and self.ahead is not None
-        ):  # a guess at what is heavy: compiled while guesses are measured
+        if whole and self.measure and self.ahead is not None:  # a guess at what is heavy, compiled meanwhile
             for group in alike(self.heavy(contests.values(), launches, lambda c: float(c.region.bytes))):
                 self.begin(self.more(group[0]) if group[0].kept is None else (), perhaps=True)
         self.expect([region for region in (*later, *self.expected) if region.key not in contests])
@@ -394,7 +391,7 @@ class Choices:
                 _, chosen = self.compared.get(self.store_key(region.key), (None, None))
             if chosen is not None and is_around_attention(region):
                 found.append(chosen.own)
-            elif chosen is None or math.isnan(chosen.guessed):
+            elif chosen is None or not math.isfinite(chosen.guessed):
                 found.append(self.op_by_op(region))
             else:
                 found.append(chosen.guessed)

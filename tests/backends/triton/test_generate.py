@@ -328,6 +328,12 @@ def test_guesses_are_what_was_fastest():
     assert first(images, lambda b, x: b.sum(x, dims=(1,))).name == "sum 16x128 p1 w4 s3"
     assert first(rows, spread).name == "sum 32x64 p128 w4"
     assert first([T(1 << 20, e=BF16)], lambda b, x: b.exp(x)).name == "flat 1024 w4"
+    types = [T(1024, 768), T(1024, 768), T(1024, 1), T(1024, 1), T(768), T(1024, 768)]
+    assert first(types, norm_grad).name == "row x1 1024 p528 w4"  # few rows for each to add up: fewer programs
+    for channels, high in ((256, 4), (1024, 8)):  # so few programs that half a word of 16 bytes is better
+        types = [T(8, channels, 14, 14, e=BF16), *[T(channels)] * 4]
+        body = lambda b, x, w, c, m, v: b.batch_norm(x, w, c, m, v, momentum=0.1, eps=1e-5)[0]  # noqa: E731
+        assert first(types, body, {0: CHANNELS_LAST, 5: CHANNELS_LAST}).name.startswith(f"row x{high} ")
 
 
 def test_what_large_tensors_have_not_is_walked_inside():

@@ -144,6 +144,8 @@ def side_by_side(family: Family) -> list[Config]:
     n = min(32, most)
     while n > word and 4 * -(-family.count // n) < 3 * PROCESSORS:
         n //= 2
+    if n > 1 and 4 * -(-family.count // n) <= PROCESSORS:  # so few that half a word is better
+        n //= 2
     made: list[Config] = []
     for high in (n, max(n // 2, 1), min(2 * n, most)):
         width = min(block, 8192 // high)
@@ -152,12 +154,16 @@ def side_by_side(family: Family) -> list[Config]:
 
 
 def shared(family: Family, config: Rows) -> list[Config]:
-    """How many programs share all rows: as many as are there at once, or half of them."""
+    """How many programs share all rows: as many as are there at once, or half of them, which is the better guess where
+    they have few rows each to add up."""
     sums = any(family.kept(op) for op in family.across)
     if sums and (config.looped or config.rows * config.block > 1024 * config.warps):
         return []
     at_once = between(1, 32 // config.warps, 8) * PROCESSORS
-    return [replace(config, programs=n) for n in ((at_once, at_once // 2) if sums else (at_once,))]
+    if not sums:
+        return [replace(config, programs=at_once)]
+    few = family.count < 2 * config.rows * at_once
+    return [replace(config, programs=n) for n in sorted((at_once, at_once // 2), reverse=not few)]
 
 
 #: rows at a time, elements that a thread holds of them, warps of a multiprocessor: those that read ahead
