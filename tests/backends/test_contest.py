@@ -82,6 +82,15 @@ def test_regions_are_compared_by_best_guesses_and_the_rest_is_tried_once_they_ar
     assert choices.times([region(8)]) == [guessed] == Choices(CPU, [provider], choices.store).times([region(8)])
 
 
+def test_who_tries_everything_compares_by_the_best_way() -> None:
+    provider = Several()
+    provider.waits |= {"first": 4e-3, "second": 1e-3, "third": 2e-3}
+    choices = Choices(CPU, [provider], products=True)
+    (seconds,) = choices.times([region(8)])
+    assert provider.tried == {8: ["first", "second", "third"]} and seconds < 2e-3
+    assert choices.known[region(8).key].seconds == seconds and not choices.compared
+
+
 def test_what_was_compared_with_aten_is_no_answer_without_it() -> None:
     provider = Several()
     choices = Choices(CPU, [SlowAten(), provider])

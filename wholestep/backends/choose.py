@@ -380,21 +380,21 @@ class Choices:
         return self.measure and any(name in p.alone for p in self.providers)
 
     def times(self, regions: Sequence[Region]) -> list[float]:
-        """Measured seconds of regions, each by the best guess of the best of the providers; of a product alone, by the
-        libraries; of an attention and what stands around it, by those who run it as one kernel: infinite where nobody
-        does."""
-        self.decide([r for r in regions if not is_product(r) or self.runs_alone("step.contract")], whole=False)
+        """Measured seconds of regions, each by the best guess of the best of the providers, or with `products` by its
+        best way; of a product alone, by the libraries; of an attention and what stands around it, by those who run it
+        as one kernel: infinite where nobody does."""
+        asked = [r for r in regions if not is_product(r) or self.runs_alone("step.contract")]
+        self.decide(asked, whole=self.products)
         found = []
         for region in regions:
             chosen = self.known.get(region.key)
             if chosen is None:
                 _, chosen = self.compared.get(self.store_key(region.key), (None, None))
+            seconds = math.nan if chosen is None else chosen.seconds if self.products else chosen.guessed
             if chosen is not None and is_around_attention(region):
                 found.append(chosen.own)
-            elif chosen is None or not math.isfinite(chosen.guessed):
-                found.append(self.op_by_op(region))
             else:
-                found.append(chosen.guessed)
+                found.append(seconds if math.isfinite(seconds) else self.op_by_op(region))
         return found
 
     def op_by_op(self, region: Region) -> float:
