@@ -2,7 +2,8 @@
 
 `python bench/guesses.py [FOLDER ...] [--worst N] [--out FILE.md]`: folders with a `timings.sqlite` (default: the cache
 of this machine). Of each region that two or more ways of a generator of kernels were timed for: how many times as long
-the one that was tried first takes as the best of them. bench/results/guesses.md holds the record.
+the one that was tried first takes as the best of them (bench/tiles.py times all tiles of a product). The record is
+bench/results/guesses.md, the test tests/bench/test_guesses.py.
 """
 
 from __future__ import annotations
