@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,27 @@ def test_regions_are_compared_by_best_guesses_and_the_rest_is_tried_once_they_ar
     chosen = choices.known[region(8).key]
     assert chosen.offer == "second" and chosen.seconds < chosen.guessed == guessed
     assert choices.times([region(8)]) == [guessed] == Choices(CPU, [provider], choices.store).times([region(8)])
+
+
+def test_what_runs_aten_is_there_for_one_region_at_a_time_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds constants, which may be as large as results."""
+    real, alive, most = torch.full, weakref.WeakSet[torch.Tensor](), 0
+
+    def full(*arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal most
+        alive.add(made := real(*arguments, **named))
+        most = max(most, len(alive))
+        return made
+
+    monkeypatch.setattr(torch, "full", full)
+    slow = Several(lambda *tensors: (time.sleep(4e-3), torch.mul(*tensors[:2], out=tensors[2]).add_(0.5))[1])
+    choices = Choices(CPU, [Aten(), slow])
+    regions = [
+        region(rows, lambda b, x, y: b.add(b.constant(value=0.5, type=x.type), b.mul(x, y))) for rows in (8, 16, 24)
+    ]
+    choices.times(regions)
+    assert [chosen.provider for _, chosen in choices.compared.values()] == ["aten"] * 3
+    assert 0 < most <= 2 and not alive  # (ATen says what is right, and takes part)
 
 
 def test_who_tries_everything_compares_by_the_best_way() -> None:

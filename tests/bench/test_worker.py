@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,7 @@ import torch
 
 from bench import networks
 from tests.bench import strange_networks
-from wholestep.bench import agreement, jax_contender, worker, workload
+from wholestep.bench import agreement, jax_contender, runner, worker, workload
 from wholestep.bench.clock import Clock
 from wholestep.bench.field import Field
 from wholestep.bench.race import Reference, verdict
@@ -278,3 +282,32 @@ def test_what_was_slower_as_one_kernel_is_told_by_kind() -> None:
     assert len(refused_by_the_clock(many)) == REFUSED
     assert refused_lines(told)[-1] == f"| {site} | 2 | 0.00 | 12.0 us as one kernel, 10.0 us apart |"
     assert refused_lines([]) == []
+
+
+#: a process that compiles beside a thread of its own and has sent its errors elsewhere
+ELSEWHERE = """
+import os, threading, time
+from wholestep.bench.worker import tell_when_asked
+tell_when_asked()
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def compiling():
+    print("compiles", flush=True)
+    time.sleep(60)
+compiling()
+"""
+
+
+def test_a_process_says_where_it_is_wherever_its_errors_go(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(
+        [sys.executable, "-c", ELSEWHERE], stdout=subprocess.PIPE, stderr=file
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == b"compiles\n"
+        os.kill(process.pid, signal.SIGUSR1)
+        end = time.monotonic() + 10
+        while "in <module>" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        process.kill()
+    assert runner.told(log.read_text()).startswith("in compiling (<string>:") and "threading.py" in log.read_text()
+    assert runner.told("") == "and does not say where"

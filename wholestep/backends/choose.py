@@ -273,11 +273,8 @@ class Choices:
             contest.offers, contest.refused = self.offers(contest.region)
             self.seconds["generate"] += time.perf_counter() - start
             if contest.best is not None:  # what was measured before still counts
-                contest.best, contest.aten, contest.timed = (
-                    (kept.seconds, contest.best[1]),
-                    kept.aten,
-                    kept.candidates[:],
-                )
+                contest.best = (kept.seconds, *contest.best[1:])
+                contest.aten, contest.timed = kept.aten, kept.candidates[:]
         return bool(contest.left)
 
     def gain(self, contest: Contest) -> float:
@@ -325,21 +322,23 @@ class Choices:
 
     def round(self, contests: Iterable[Contest], patience: float = math.inf) -> None:
         """Builds and measures what is to be tried now. Who compiles ahead is built region by region, as they are
-        compiled, others at once; who is slow for so many seconds."""
+        compiled, and so is ATen, which holds what it takes for constants; others at once, the slow ones for so many
+        seconds."""
         clock, left = time.perf_counter, list(contests)
         count, (names, compiling) = len(left), self.ahead or (frozenset(), None)
+        one_by_one = {"aten", *names}
         start = clock()
         begun = [self.begin(contest.tried) for contest in left]
-        built = self.build([pair for c in left for pair in c.tried if pair[0].name not in names], True, patience)
+        built = self.build([pair for c in left for pair in c.tried if pair[0].name not in one_by_one], True, patience)
         self.seconds["build"] += clock() - start
         while left:
             start = clock()
             number = 0 if compiling is None else compiling.first_done(begun)
             contest, _ = left.pop(number), begun.pop(number)
-            built |= self.build([pair for pair in contest.tried if pair[0].name in names])
+            own = self.build([pair for pair in (*contest.tried, *contest.waiting) if pair[0].name in one_by_one])
             self.seconds["build"] += clock() - start
             start = clock()
-            self.attempt(contest, built)
+            self.attempt(contest, built | own)
             self.seconds["measure"] += clock() - start
             if self.progress is not None:
                 self.progress("choosing kernels", count - len(left), count)
@@ -483,7 +482,7 @@ class Choices:
     def attempt(self, contest: Contest, built: Built) -> None:
         """Tries what was built, and notes the best."""
         usable: list[Way] = []
-        for provider, offer in contest.tried:
+        for provider, offer in (*contest.tried, *contest.waiting):
             made = built.get(offer.key, RuntimeError("it was not built"))
             if self.has_broken(provider, offer):
                 made = RuntimeError("it has broken a process before")
@@ -496,16 +495,17 @@ class Choices:
                 usable.append((provider, offer, made))
         own = [u for u in usable if u[0].name != "aten"]
         if contest.kept is not None or not self.measure:
-            picked = (usable if contest.kept is not None else own or usable)[:1]
-            contest.best = (math.nan, picked[0]) if picked else None
-        elif not own:
-            contest.waiting = usable  # ATen alone is no contest: it is timed once there is somebody to compare with
+            contest.best = None
+            for way in (usable if contest.kept is not None else own or usable)[:1]:
+                contest.take(math.nan, way)
+        elif not own:  # ATen alone is no contest: it is timed once there is somebody to compare with
+            contest.waiting = [(provider, offer) for provider, offer, _ in usable]
         elif looks_up_what_it_computes(contest.region):
             contest.give_up("it looks up by numbers that it computes")
         elif self.device.type == "cpu" and contest.region.bytes > (memory_bytes() or math.inf):
             contest.give_up("out of memory")  # which a CPU does not tell in time
         else:
-            ways = [*own, *(u for u in usable if u[0].name == "aten"), *contest.waiting]
+            ways = [*own, *(u for u in usable if u[0].name == "aten")]
             if self.device.type == "cuda":
                 make_room(self.device)
             try:
@@ -574,7 +574,7 @@ class Choices:
                     if not self.answers():
                         self.break_off(provider, offer, contest.region, error)
             if not why:
-                contest.best = (seconds, way)
+                contest.take(seconds, way)
                 return
             name = name_of((provider, offer))
             found = Timed(name, 0.0, f"right at first, but not after it was timed: {why}")
@@ -609,10 +609,9 @@ class Choices:
             say_not_built(None if self.store is None else self.store.folder, full)
         if contest.best is None:
             return Chosen("aten", "aten", None, excluded=excluded, own=own)
-        seconds, (provider, offer, run) = contest.best
-        run_it = None if provider.name == "aten" else run  # ATen's ops go back into the plan
+        seconds, (provider, offer), run = contest.best
         guessed = contest.estimate()
-        found = Chosen(provider.name, offer.name, run_it, offer.scratch, seconds, contest.aten, excluded, own, guessed)
+        found = Chosen(provider.name, offer.name, run, offer.scratch, seconds, contest.aten, excluded, own, guessed)
         if contest.kept is not None:
             found.seconds, found.aten = contest.kept.seconds, contest.kept.aten
             found.excluded += [t for t in contest.kept.candidates if t.why]

@@ -40,9 +40,10 @@ class Contest:
     #: what is to be tried now
     tried: list[Pair] = field(default_factory=list)
     #: ATen, where nobody else could be built so far
-    waiting: list[Way] = field(default_factory=list)
+    waiting: list[Pair] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
-    best: tuple[float, Way] | None = None
+    #: its seconds, whose it is and what runs it; None for ATen (`take`)
+    best: tuple[float, Pair, Launcher | None] | None = None
     aten: float = math.nan
     #: why providers take no part
     refused: dict[str, str] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Contest:
     @property
     def left(self) -> list[Pair]:
         """What was not tried yet."""
-        known = {t.name for t in self.timed} | {name_of(way[:2]) for way in self.waiting}
+        known = {t.name for t in self.timed} | set(map(name_of, self.waiting))
         return [pair for pair in self.offers if name_of(pair) not in known]
 
     def is_likely(self, pair: Pair) -> bool:
@@ -105,6 +106,12 @@ class Contest:
         return self.best is None or (self.kept is None and self.best[1][0].name == "aten" and all(
             t.why for t in self.timed if t.name != "aten:aten"
         ))  # fmt: skip
+
+    def take(self, seconds: float, way: Way) -> None:
+        """Makes a way the best. What runs ATen's is not kept: its ops go back into the plan, and constants that it
+        holds may be as large as results."""
+        provider, offer, run = way
+        self.best = seconds, (provider, offer), None if provider.name == "aten" else run
 
     def pass_over(self, provider: str) -> None:
         """Leaves a provider out: its first call takes long, and what runs already is near the speed of memory."""

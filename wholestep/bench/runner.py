@@ -201,11 +201,15 @@ def where(runners: Sequence[Runner]) -> list[str]:
     time.sleep(HEARING)
     found = []
     for runner, start in zip(runners, said, strict=True):
-        text = runner.log.read_bytes()[start:].decode(errors="replace")
-        lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
-        frames = [f"{function} ({Path(file).name}:{line})" for file, line, function in lines[:FRAMES]]
-        found.append("in " + " < ".join(frames))
+        found.append(told(runner.log.read_bytes()[start:].decode(errors="replace")))
     return found
+
+
+def told(stacks: str) -> str:
+    """The innermost frames of a process's first thread, which comes last in what it writes."""
+    lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', re.split(r"^.*[Tt]hread 0x", stacks, flags=re.M)[-1])
+    frames = [f"{function} ({Path(file).name}:{line})" for file, line, function in lines[:FRAMES]]
+    return "in " + " < ".join(frames) if frames else "and does not say where"
 
 
 def first_to_answer(runners: Sequence[Runner], until: float = math.inf) -> int | None:

@@ -318,7 +318,13 @@ def answers(number: int) -> Iterator[Callable[[dict[str, Any]], None]]:
         yield answer
 
 
+def tell_when_asked() -> None:
+    """Has the process write to its log what it is doing, when the parent asks (`runner.where`): wherever its errors go
+    by then, and of all threads, since one that is not Python's may be the one that is asked."""
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+
+
 def main(import_seconds: float) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # says in the log what it is doing
+    tell_when_asked()
     with answers(int(sys.argv[1])) as answer:
         serve(sys.stdin, answer, import_seconds)
