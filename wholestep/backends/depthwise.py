@@ -267,8 +267,9 @@ class Function:
         return alone(f"{sources()}\n\n{self.own}{call}", "main")
 
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
-        """What a compiling process is told. `aligned`: all tensors start at multiples of 16 bytes."""
+        """What a compiling process is told. `aligned`: tensors start at multiples of 16 bytes (`assumed`)."""
         from .triton.compiling import file_name
+        from .triton.worker import assumed
 
         return {
             "source": self.source,
@@ -277,7 +278,7 @@ class Function:
             "pointers": list(self.pointers),
             "warps": self.warps,
             "stages": 1,
-            "aligned": aligned,
+            "aligned": assumed(self.pointers) if aligned else [],
             "capability": capability,
             # (where tensors may start anywhere, threads that hold neighbours would still read one at a time)
             "vector": self.constants.get("VECTOR", 0) if aligned else 0,
@@ -472,7 +473,7 @@ class Generated:
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         from .triton.compiling import job_of
 
-        return job_of(self.candidate, self.function, capability)
+        return job_of(self.candidate, self.function, capability, aligned)
 
 
 def apart(region: Region, sides: Sides) -> Apart:

@@ -318,6 +318,13 @@ class Function(depthwise.Function):
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         return super().job(capability, aligned and self.kernel != COLLECT)
 
+    @functools.cached_property
+    def assumed(self) -> list[int]:
+        """The tensors whose addresses say which kernel runs."""
+        from .triton.worker import assumed
+
+        return assumed(self.pointers)
+
 
 def launch(kernel: str, constants: dict[str, Any], arguments: Sequence[Argument], blocks: int, tables: int) -> Function:
     tensors = tuple(t for a in arguments for t in a.tensors)
@@ -461,7 +468,7 @@ class Launch:
         stream = self.stream(self.device)
         for function, variants in self.functions:
             pointers = [tensors[i].data_ptr() for i in function.tensors]
-            aligned = function.kernel == COLLECT or not any(p & 15 for p in pointers)
+            aligned = function.kernel == COLLECT or not any(pointers[i] & 15 for i in function.assumed)
             if aligned not in variants:  # compiled when they are first seen
                 variants[aligned] = self.load(function, aligned)
             run, kernel, metadata = variants[aligned]

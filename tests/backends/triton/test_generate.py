@@ -28,6 +28,7 @@ from tests.backends.triton.kernels import (
     rope,
     statistics,
 )
+from wholestep.backends.depthwise import Generated
 from wholestep.backends.kernels import Spec
 from wholestep.backends.triton import compiling, generate, launch, scalars, worker
 from wholestep.backends.triton.families import Family
@@ -182,6 +183,28 @@ def test_what_needs_more_than_a_gpu_has_is_left_out_before_it_runs(monkeypatch):
     assert isinstance(shared, launch.Unfit) and isinstance(spilled, launch.Unfit)
     assert str(shared) == "it needs 4097 bytes of shared memory where 4096 are"
     assert "bytes per thread do not fit into registers" in str(spilled)
+
+
+def test_numbers_to_look_up_by_may_start_at_any_element(tmp_path, monkeypatch):
+    """As a column of a batch does: everything else is still read and written 16 bytes at a time."""
+    driver = pytest.importorskip("triton.runtime").driver
+    here = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 7}
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(**here))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "0")
+    rows = first([T(100, 64), T(32, e=I64)], lambda b, table, column: b.embedding(table, column))
+    compiled, ran = worker.fresh, []
+    monkeypatch.setattr(
+        launch, "kept", lambda job: SimpleNamespace(run=lambda *a: ran.append(job), function=0, packed_metadata=0)
+    )
+    run = launch.Launch(rows, 90)
+    table, batch, out = torch.zeros(100, 64), torch.zeros(32, 3, dtype=torch.int64), torch.zeros(32 * 64 + 1)
+    for column, result in [(0, out[:-1]), (1, out[:-1]), (0, out[1:])]:
+        run(table, batch[:, column], result)
+    assert [job["aligned"] for job in ran] == [[0, 2], [0, 2], []] and batch[:, 1].data_ptr() % 16 == 8
+    monkeypatch.setattr(driver, "_active", None)
+    wide, narrow = (".v4.b32" in compiled(job).asm["ptx"] for job in ran[1:])
+    assert wide and not narrow and Generated(rows, rows.functions[0]).job(90, False) == ran[2]
 
 
 def test_what_was_compiled_ahead_is_there_when_it_is_built(tmp_path, monkeypatch):

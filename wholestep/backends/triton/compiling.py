@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..store import usable_folder
-from .worker import digest, note_of
+from .worker import assumed, digest, note_of
 
 #: seconds without a job after which a worker ends
 IDLE = 20.0
@@ -78,16 +78,17 @@ def compile_for(
 
 
 def job_of(candidate: Candidate, function: Function, capability: int, aligned: bool = True) -> dict[str, Any]:
-    """What a worker is told. `aligned`: all tensors start at multiples of 16 bytes."""
+    """What a worker is told. `aligned`: tensors start at multiples of 16 bytes (`assumed`)."""
     source = alone(candidate.source, function.name)
+    pointers = [candidate.pointers[i] for i in function.arguments]
     return {
         "source": source,
         "file": file_name(source),
         "name": function.name,
-        "pointers": [candidate.pointers[i] for i in function.arguments],
+        "pointers": pointers,
         "warps": function.warps,
         "stages": 2,
-        "aligned": aligned,
+        "aligned": assumed(pointers) if aligned else [],
         "capability": capability,
     }
 

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import InputError
 from .compiling import CompileInfo, compile_for, file_name, job_of, triton_cache, write
-from .worker import digest, facts, fresh, functions_of, kept
+from .worker import assumed, digest, facts, fresh, functions_of, kept
 
 if TYPE_CHECKING:
     from .families import Function
@@ -125,7 +125,10 @@ class Launch:
         self.functions = [f for f in candidate.functions if f.grid]
         self.device = driver.active.get_current_device()
         self.stream = driver.active.get_current_stream
-        self.tables = Tables(candidate.batched) if candidate.batched is not None else None
+        batched = candidate.batched
+        self.tables = Tables(batched) if batched is not None else None
+        #: the tensors whose addresses say which variant runs
+        self.assumed = assumed(candidate.pointers) if batched is None else range(batched.tensors * len(batched.sizes))
         self.variants = {True: [self.load(f, True) for f in self.functions]}
 
     def load(self, function: Function, aligned: bool) -> tuple[Any, ...]:
@@ -150,8 +153,8 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor) -> None:
         pointers = [t.data_ptr() for t in tensors]
         bits = 0
-        for p in pointers:
-            bits |= p
+        for i in self.assumed:
+            bits |= pointers[i]
         aligned = not bits & 15
         if self.tables is not None:
             pointers = [t.data_ptr() for t in self.tables.of(pointers, tensors[0].device)]
