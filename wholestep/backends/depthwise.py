@@ -266,10 +266,16 @@ class Function:
         call = f"@triton.jit\ndef main({names}):\n    {self.kernel}({self.given}, {constants})\n"
         return alone(f"{sources()}\n\n{self.own}{call}", "main")
 
+    @functools.cached_property
+    def assumed(self) -> list[int]:
+        """The tensors whose addresses say which kernel runs."""
+        from .triton.worker import assumed
+
+        return assumed(self.pointers)
+
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         """What a compiling process is told. `aligned`: tensors start at multiples of 16 bytes (`assumed`)."""
         from .triton.compiling import file_name
-        from .triton.worker import assumed
 
         return {
             "source": self.source,
@@ -278,7 +284,7 @@ class Function:
             "pointers": list(self.pointers),
             "warps": self.warps,
             "stages": 1,
-            "aligned": assumed(self.pointers) if aligned else [],
+            "aligned": self.assumed if aligned else [],
             "capability": capability,
             # (where tensors may start anywhere, threads that hold neighbours would still read one at a time)
             "vector": self.constants.get("VECTOR", 0) if aligned else 0,

@@ -318,13 +318,6 @@ class Function(depthwise.Function):
     def job(self, capability: int, aligned: bool = True) -> dict[str, Any]:
         return super().job(capability, aligned and self.kernel != COLLECT)
 
-    @functools.cached_property
-    def assumed(self) -> list[int]:
-        """The tensors whose addresses say which kernel runs."""
-        from .triton.worker import assumed
-
-        return assumed(self.pointers)
-
 
 def launch(kernel: str, constants: dict[str, Any], arguments: Sequence[Argument], blocks: int, tables: int) -> Function:
     tensors = tuple(t for a in arguments for t in a.tensors)
