@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from . import machine
+from .ir.collector import collector_paused
 
 machine.protect()  # before torch's first matrix product: see machine/cpu.py
 
-from .api import compile, load  # noqa: E402
-from .errors import WholestepError  # noqa: E402
-from .integrations.fit import fit  # noqa: E402
-from .runtime.prefetch import prefetch  # noqa: E402
-from .runtime.train_step import TrainStep  # noqa: E402
+with collector_paused():  # it would go through all that torch has made, and find nothing
+    from .api import compile, load
+    from .errors import WholestepError
+    from .integrations.fit import fit
+    from .runtime.prefetch import prefetch
+    from .runtime.train_step import TrainStep
 
 __version__ = "0.1.0"
 __all__ = [

@@ -256,8 +256,13 @@ def test_what_the_best_was_picked_from_is_said() -> None:
     said = summary.remarks(Table(entries), [bar("worst", BEST, 1.0)])
     counts = "eager 2, compile 2, compile-reduce-overhead 0, compile-max-autotune 0, jax 0"
     assert said[0] == f"The best of all is the best of those that were measured, of 2 cases: {counts}."
-    assert said[1].endswith("by the last one): c@full 260%.") and len(said) == 2
+    assert said[1].endswith("by the last one): c@full 260%.")
+    assert said[2].startswith("Compile times, ours and others', may have Python's compiling of modules in them")
+    assert said[2].endswith(": a@full, b@full.") and len(said) == 3
     assert all(remark in summary.markdown(entries, [bar("worst", BEST, 1.0)]) for remark in said)
+    seen_to = [each | {"bytecode": each["network"] == "a"} for each in canned()]
+    assert summary.remarks(Table(seen_to), [])[-1].endswith(": b@full.")
+    assert summary.remarks(Table([each | {"bytecode": True} for each in canned()]), []) == []
 
 
 def test_pages_and_plots_show_what_counts_and_why_the_rest_does_not() -> None:

@@ -65,7 +65,9 @@ def test_ours_and_eager_train_alike_and_answer_all_orders() -> None:
     assert verdict(ours["losses"], Reference(theirs["losses"], 1e-6))["status"] == "agrees"
     assert len(set(theirs["losses"])) == 3 and facts["moved / bound"] >= 1
     assert facts["refused"] == []  # (on a CPU the clock has no say in what is one kernel)
-    assert rounded["rounded"]["nudged"] == pytest.approx(theirs["losses"], rel=1e-6)
+    curves = rounded["rounded"]
+    assert list(curves) == (["nudged", "one thread"] if torch.get_num_threads() > 1 else ["nudged"])
+    assert all(curve == pytest.approx(theirs["losses"], rel=1e-6) for curve in curves.values())
     assert timed["seconds"] > 0 and timed["steps"] >= 3
     parameters = 8 * 8 + 8 + 8 * 3 + 3
     assert ours["parameters"] == parameters and memory["state_bytes"] >= 3 * 4 * parameters

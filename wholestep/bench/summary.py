@@ -225,7 +225,19 @@ def remarks(table: Table, bars: Sequence[Bar]) -> list[str]:
             f"Losses with a limit above {TELLING:.0%}, the same for all steps (twice what rounding does to eager "
             f"training by the last one): {listed}."
         )
+    without = [case_name(case) for case, row in table.rows.items() if any(map(may_lack_bytecode, row.values()))]
+    if without:
+        listed = "all cases" if len(without) == len(table.rows) else ", ".join(without)
+        found.append(
+            "Compile times, ours and others', may have Python's compiling of modules in them, for which nobody waits "
+            f"who installs packages with their bytecode: {listed}."
+        )
     return found
+
+
+def may_lack_bytecode(entry: Entry) -> bool:
+    """Whether a compile time is of a run that did not see to it that packages had their bytecode (`rehearsal.py`)."""
+    return "compile_seconds" in entry and entry["contender"] != EAGER and not entry.get("bytecode")
 
 
 def slowed(table: Table, case: tuple[str, str]) -> float:

@@ -161,16 +161,22 @@ class Worker:
         """Losses of eager training rounded otherwise: what rounding alone may do to a curve.
 
         bf16: training once more (a GPU does not add up in a fixed order), and in float32. fp32: from weights that are
-        moved in their last bit.
+        moved in their last bit, and on a CPU by one thread, which adds up in another order at every step.
         """
         curves: dict[str, list[float]] = {}
-        for name in ("again", "fp32") if self.precision == "bf16" else ("nudged",):
+        threads = torch.get_num_threads()
+        names = ["again", "fp32"] if self.precision == "bf16" else ["nudged"]
+        if self.precision == "fp32" and self.device == "cpu" and threads > 1:
+            names.append("one thread")
+        for name in names:
             workload = self.build()
             if name == "nudged":
                 nudge(workload.model)
             trainer = torch_step(workload, workload.loss_fn, "bf16" if name == "again" else "fp32")
+            torch.set_num_threads(1 if name == "one thread" else threads)
             with self.clock.held():
                 curves[name] = [float(trainer(workload.batch(i, self.device))) for i in range(order["steps"])]
+            torch.set_num_threads(threads)
             del workload, trainer
             release(self.device)
         return {"rounded": curves}

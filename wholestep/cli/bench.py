@@ -27,6 +27,7 @@ from wholestep.bench.contenders import BUDGETED, CONTENDERS, EAGER, JAX, MODES, 
 from wholestep.bench.field import Field
 from wholestep.bench.jax_contender import has_twin
 from wholestep.bench.race import Race
+from wholestep.bench.rehearsal import bytecode
 from wholestep.bench.results import Results, circumstances
 from wholestep.bench.runner import Settings
 from wholestep.bench.workload import NETWORKS, Case, cases, networks
@@ -136,6 +137,7 @@ def measure(
         if race not in places:  # who has another try is of the same run
             where = places[race] = circumstances(settings.device, settings.threads, command)
             where["race"] = f"{where['date']} {secrets.token_hex(3)}"
+            where["bytecode"] = rehearsed
         merge(race, places[race], settings, measured)
         if args.json:  # of a run that profiles, profiles alone
             Results(() if settings.profile else measured.entries, measured.profiles).add_to(Path(args.json))
@@ -154,8 +156,10 @@ def measure(
         costs = results.costs(case, {*those, EAGER}, settings.precision, where)
         races.append(Race(case, those, limited, say, deadline, known, costs))
     field = Field(races, settings.together, deadline, say, room_of(settings.device))
+    took_part = list(dict.fromkeys(name for race in races for name in race.wanted))
     try:
-        field.run(Race.profiling if settings.profile else Race.timing, keep)
+        with bytecode(took_part, settings, say) as rehearsed:
+            field.run(Race.profiling if settings.profile else Race.timing, keep)
     except KeyboardInterrupt:
         kept = f"what was finished before is in {args.json}" if args.json else "--json FILE would keep what is finished"
         say(f"stopped in {', '.join(str(race.case) for race in field.open)}; {kept}")

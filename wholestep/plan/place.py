@@ -1,8 +1,8 @@
 """Addresses: an offset in one arena for every stretch of memory that is live for a while.
 
-Our own placers are the baseline: best fit along time, forwards and backwards, for any number; largest first, improved
-by putting first what sticks out, where there are few. `omnimalloc` is asked too where it is installed. The smallest
-arena wins; every placer is bounded by counts, never by a clock, so that a plan is the same on every run.
+Our own placers are the baseline: best fit along time, forwards and backwards, for any number; most crowded first, where
+there are few. `omnimalloc` is asked too where it is installed. The smallest arena wins; every placer is bounded by
+counts, never by a clock, so that a plan is the same on every run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 #: placers that compare each stretch with all that live at the same time are left out beyond this many
 FEW = 5000
-#: largest first is tried again while tries times squared count stays below this
-EFFORT = 10_000_000
+#: what sticks out is put first again while tries times squared count stay below this, and at most so often in vain
+EFFORT, IN_VAIN = 10_000_000, 3
+#: a share of the bound that is not worth another try
+CLOSE = 1e-4
 
 
 @dataclass(slots=True)
@@ -30,7 +34,7 @@ class Placement:
 
 
 def place(start: list[int], end: list[int], size: list[int], bound: int, external: bool = True) -> Placement:
-    """Offsets for stretches [start, end) of time with these sizes; stops at the first placer that reaches `bound`.
+    """Offsets for stretches [start, end) of time with these sizes; stops at the first placer that is close to `bound`.
 
     Sizes are multiples of the alignment, so offsets are too. `external=False` leaves omnimalloc out.
     """
@@ -40,19 +44,23 @@ def place(start: list[int], end: list[int], size: list[int], bound: int, externa
         ("best fit against time", best_fit_against_time),
     ]
     if len(live) <= FEW:
+        placers.append(("most crowded first", most_crowded_first))
         if external and importlib.util.find_spec("omnimalloc") is not None:
             placers.append(("omnimalloc", omnimalloc))
-        placers.append(("largest first", largest_first))
     best: Placement | None = None
     for name, placer in placers:
         found = placer(live, start, end, size, bound)
         height = max([found[i] + size[i] for i in live], default=0)
         if best is None or height < best.size:
             best = Placement([found.get(i, 0) for i in range(len(size))], height, name)
-        if height == bound:
+        if is_close(height, bound):
             break
     assert best is not None
     return best
+
+
+def is_close(height: int, bound: int) -> bool:
+    return height <= bound * (1 + CLOSE)
 
 
 def best_fit_along_time(
@@ -125,21 +133,58 @@ class _Gaps:
         return size
 
 
-def largest_first(live: list[int], start: list[int], end: list[int], size: list[int], bound: int) -> dict[int, int]:
-    """The largest first. While that leaves the arena above `bound`, what sticks out goes first in the next try."""
-    order = sorted(live, key=lambda i: (-size[i], start[i] - end[i], i))
+def most_crowded_first(
+    live: list[int], start: list[int], end: list[int], size: list[int], bound: int
+) -> dict[int, int]:
+    """What is there when most is comes first: it must lie without a gap, and what lives when there is room fits around.
+
+    Of those equally crowded the largest, or what takes the most room for the longest, or the longest comes first; then
+    the largest of all. While these leave the arena above `bound`, what sticks out of the best goes first in one more.
+    """
+    most = crowds(live, start, end, size)
+    life = {i: end[i] - start[i] for i in live}
+    ranks: list[Callable[[int], tuple[int, ...]]] = [
+        lambda i: (-most[i], -size[i], -life[i], i),
+        lambda i: (-most[i], -size[i] * life[i], i),
+        lambda i: (-most[i], -life[i], -size[i], i),
+        lambda i: (-size[i], -life[i], i),
+    ]
     best: dict[int, int] = {}
+    order: list[int] = []
     least = -1
-    for _ in range(max(1, min(60, EFFORT // max(1, len(live) ** 2)))):
-        offsets = in_turn(order, start, end, size)
+    for rank in ranks:
+        among = sorted(live, key=rank)
+        offsets = in_turn(among, start, end, size)
         height = max([offsets[i] + size[i] for i in live], default=0)
         if least < 0 or height < least:
-            best, least = offsets, height
-        if height <= bound:
-            break
+            best, order, least = offsets, among, height
+        if is_close(height, bound):
+            return best
+    offsets, vain = best, 0
+    for _ in range(EFFORT // max(1, len(live) ** 2)):
+        height = max(offsets[i] + size[i] for i in live)
         top = {i for i in live if offsets[i] + size[i] == height}
         order = [i for i in order if i in top] + [i for i in order if i not in top]
+        offsets = in_turn(order, start, end, size)
+        height = max(offsets[i] + size[i] for i in live)
+        vain = 0 if height < least else vain + 1
+        if height < least:
+            best, least = offsets, height
+        if is_close(height, bound) or vain == IN_VAIN:
+            break
     return best
+
+
+def crowds(live: list[int], start: list[int], end: list[int], size: list[int]) -> dict[int, int]:
+    """The most that lives at once while each stretch does."""
+    times = sorted({t for i in live for t in (start[i], end[i])})
+    at = {t: n for n, t in enumerate(times)}
+    change = np.zeros(len(times), np.int64)
+    for i in live:
+        change[at[start[i]]] += size[i]
+        change[at[end[i]]] -= size[i]
+    used = np.cumsum(change)
+    return {i: int(used[at[start[i]] : at[end[i]]].max()) for i in live}
 
 
 def in_turn(order: list[int], start: list[int], end: list[int], size: list[int]) -> dict[int, int]:

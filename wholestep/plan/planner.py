@@ -275,7 +275,7 @@ class _Planner:
         streams = _Streams(flat, graph, function, self)
         order, found = streams.issued(order, found)
         placement = self.memory.placement(found, alignment, self.omnimalloc)
-        if placement.size > program_peak:  # gaps may have eaten what the order gained
+        if name != "program" and placement.size > program_peak:  # gaps may have eaten what the order gained
             program = list(range(len(graph.reads)))
             program, plain = streams.issued(program, assign(graph, program))
             other = self.memory.placement(plain, alignment, self.omnimalloc)
