@@ -398,3 +398,6 @@ def test_tensors_of_some_size_are_timed_in_turns_but_not_those_of_a_batch(monkey
     assert sets[0][0].data_ptr() != inputs[0].data_ptr()
     assert choices.spares(replace(wanted, parts=(wanted, wanted)), inputs) == []
     assert choices.spares(region(32), inputs) == [] == Choices(CPU, []).spares(wanted, inputs)
+    monkeypatch.setattr(choose, "FROM_ON_CPU", wanted.bytes)  # there as many as come to so much
+    monkeypatch.setattr(choose, "ROUND", 5 * wanted.bytes)
+    assert len(Choices(CPU, []).spares(wanted, inputs)) == 5 and Choices(CPU, []).spares(region(32), inputs) == []

@@ -67,6 +67,8 @@ MARGIN_OF_PRODUCTS = 0.98
 #: sets of tensors that products are timed on beside the first, and other regions that move from so many bytes up to so
 #: many: less takes no time, more is in no cache
 SPARES, FROM, UP_TO = 2, 1 << 24, 1 << 27
+#: on a CPU regions from so many bytes on, on as many sets as come to this much in all
+FROM_ON_CPU, ROUND = 1 << 23, 1 << 27
 #: regions that make up this share of what can be gained are tried in other ways than the best guess, so many of them
 HEAVY, MORE = 0.7, 3
 #: and on a GPU, whose kernels compile while others are timed, so many of the heaviest in any case: a step of equal
@@ -585,14 +587,16 @@ class Choices:
         return starts_slowly(region) and not self.products and best < LITTLE * region.bytes / self.bandwidth
 
     def spares(self, region: Region, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Other operands and results, which a kernel is timed on in turns: one that finds its tensors in a GPU's cache
-        tells little of one that does not, as most do in a step."""
-        if self.device.type != "cuda" or not (is_product(region) or FROM <= region.bytes < UP_TO):
-            return []
+        """Other operands and results, which a kernel is timed on in turns: one that finds its tensors in a cache tells
+        little of one that does not, as most do in a step."""
         if region.parts:  # (a batch has a table of where its tensors are, which a graph keeps)
             return []
-        free = torch.cuda.mem_get_info(self.device)[0]
-        count = SPARES if free > 8 * region.bytes else 0
+        if self.device.type == "cpu":
+            count = ROUND // region.bytes if region.bytes >= FROM_ON_CPU else 0
+        elif is_product(region) or FROM <= region.bytes < UP_TO:
+            count = SPARES if torch.cuda.mem_get_info(self.device)[0] > 8 * region.bytes else 0
+        else:
+            count = 0
         sets = [[empty(s, self.device) for s in region.specs] for _ in range(count)]
         for tensors in sets:
             for spare, own in zip(tensors, inputs, strict=False):
