@@ -270,6 +270,10 @@ def test_pages_and_plots_show_what_counts_and_why_the_rest_does_not() -> None:
     assert "bench_step_time_cuda_bf16.svg" in found and len(found) == 3
     drawn = found["bench_step_time_cuda_bf16.svg"]
     assert "a@full against compile: 0.800" in drawn and "max-autotune" not in drawn
+    other = [each | {"machine": "another one"} for each in canned()]
+    both = page.plots([*canned(), *other])
+    assert len(both) == 6 and both["bench_step_time_cuda_bf16.svg"] == drawn
+    assert "another one" in both["bench_step_time_cuda_bf16_2.svg"]
     html = page.page(canned(), [], [])
     assert "it crashed" in html and "losses disagree: 50.00% from eager" in html
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -129,19 +130,22 @@ def memory_plot(table: Table, case: tuple[str, str], title: str) -> str:
 
 
 def plots(entries: Sequence[Entry]) -> dict[str, str]:
-    """All plots, by a name for their file: figure, device and precision."""
+    """All plots, by a name for their file: figure, device, precision, and which of several such machines."""
     found: dict[str, str] = {}
+    seen: Counter[str] = Counter()
     for (device, machine, precision), listed in machines(entries).items():
+        where = f"{device}_{precision}"
+        seen[where] += 1
+        where += f"_{seen[where]}" if seen[where] > 1 else ""
         for figure, words in FIGURES.items():
             drawn = plot(Table(listed), figure, f"{words}, ours / theirs ({machine}, {precision})")
             if drawn:
-                name = f"bench_{words.replace(' ', '_')}_{device}_{precision}.svg"
-                found[name] = drawn
+                found[f"bench_{words.replace(' ', '_')}_{where}.svg"] = drawn
         table = Table(listed)
         for case in table.rows:
             drawn = memory_plot(table, case, budget_title(case, machine, precision))
             if drawn:
-                found[f"bench_memory_{case[0]}_{case[1]}_{device}_{precision}.svg"] = drawn
+                found[f"bench_memory_{case[0]}_{case[1]}_{where}.svg"] = drawn
     return found
 
 
