@@ -235,11 +235,12 @@ def test_the_readme_gets_a_table_between_its_markers(tmp_path: Path) -> None:
 
 def test_the_records_of_this_checkout_are_made_from_its_json() -> None:
     """After a run: `wholestep bench --summary bench/results/bench.json` with --readme, --record and --plots."""
-    entries = Results.load(ROOT / "bench/results/bench.json").entries
+    results = Results.load(ROOT / "bench/results/bench.json")
+    entries = results.entries
     before, after = summary.between_markers(ROOT / "README.md")
     made = {"README.md": summary.page_with(before, summary.markdown(entries, BARS), after)}
     plots = page.plots(entries)
-    made["bench/results/bench.md"] = record(entries, list(plots))
+    made["bench/results/bench.md"] = record(entries, list(plots), results.profiles)
     made |= {f"bench/results/{name}": text for name, text in plots.items()}
     drawn = {f"bench/results/{file.name}" for file in (ROOT / "bench/results").glob("bench_*.svg")}
     assert drawn == {name for name in made if name.endswith(".svg")}
@@ -377,5 +378,10 @@ def test_a_profile_is_shown_beside_others() -> None:
     columns, rows = profile.table_of({"wholestep": mine, "compile": theirs})
     assert columns == ["family", "wholestep", "compile"] and rows[0] == ["gemm", "10 us, 4.0 MB", "4 us"]
     assert profile.differences({"wholestep": mine, "compile": theirs}, "wholestep") == ["gemm: 10 us, best 4 (+6)"]
+    both = (("wholestep", mine), ("compile", theirs))
+    listed = [entry("a", name, 1.0, profile=each, command="wholestep bench a") for name, each in both]
+    text = record([], listed=listed)
+    assert "## Time and bytes by kernel family: a@full on " in text and "| family | wholestep | compile |" in text
+    assert text.endswith("\n`wholestep bench a`\n") and "family:" not in record([])
     assert profile.top_rows(mine, 5) == [["gemm", "k", "10.0", "2", "4.00", "400"]]
     assert json.dumps(mine)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .contenders import OURS, rank
+from .page import by_case
+from .profile import table_of
 from .results import Entry
 from .summary import Table, about, case_name, compile_text, machines, markdown_table, reason
 
@@ -57,10 +59,10 @@ CONTENDER_COLUMNS = (
 )
 
 
-def record(entries: Sequence[Entry], plots: Sequence[str] = ()) -> str:
+def record(entries: Sequence[Entry], plots: Sequence[str] = (), listed: Sequence[Entry] = ()) -> str:
     """All that was measured, case by case: everybody's figures, and of ours who runs what.
 
-    `plots`: names of plots that lie beside the page.
+    `plots`: names of plots that lie beside the page. `listed`: profiles.
     """
     lines = [*HEAD, *([""] if plots else []), *(f"![{plot_text(name)}]({name})" for name in plots)]
     for found in machines(entries).values():
@@ -75,6 +77,10 @@ def record(entries: Sequence[Entry], plots: Sequence[str] = ()) -> str:
                 lines += ["", *share_lines(row[OURS]["facts"])]
             commands = dict.fromkeys(entry["command"] for entry in row.values())
             lines += ["", *(f"`{command}`" for command in commands)]
+    for name, group in by_case(listed).items():
+        lines += ["", f"## Time and bytes by kernel family: {name}", "", *markdown_table(*table_of(group))]
+    profiled = dict.fromkeys(entry["command"] for entry in listed)
+    lines += ["", *(f"`{command}`" for command in profiled)] if profiled else []
     return "\n".join(lines) + "\n"
 
 

@@ -230,7 +230,7 @@ def write_pages(results: Results, args: argparse.Namespace) -> None:
         write(Path(args.plots) / name, drawn)
     if args.record:
         beside = args.plots and Path(args.plots).resolve() == Path(args.record).resolve().parent
-        write(Path(args.record), record.record(results.entries, list(plots) if beside else ()))
+        write(Path(args.record), record.record(results.entries, list(plots) if beside else (), results.profiles))
     if args.readme:
         summary.write_between_markers(Path(args.readme), summary.markdown(results.entries, bars))
         print(f"written: {args.readme}", file=sys.stderr)
