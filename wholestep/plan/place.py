@@ -60,6 +60,7 @@ def place(start: list[int], end: list[int], size: list[int], bound: int, externa
 
 
 def is_close(height: int, bound: int) -> bool:
+    """Whether an arena is so near the least that any could be that no other is looked for."""
     return height <= bound * (1 + CLOSE)
 
 
