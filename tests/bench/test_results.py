@@ -343,10 +343,12 @@ def test_operators_of_a_cpu_count_the_time_that_is_their_own() -> None:
     events = [
         host("aten::linear", 0.0, 100.0, 1),
         host("aten::addmm", 10.0, 80.0, 2),
+        host("aten::expand", 12.0, 50.0, 4),  # only looks at memory otherwise, so the time inside is addmm's work
         host("aten::relu", 200.0, 5.0, 3),
     ]
-    own = {r.name: (r.us, bool(r.inside)) for r in ran_on_host(events)}
-    assert own == {"aten::addmm": (80.0, True), "aten::linear": (20.0, False), "aten::relu": (5.0, True)}
+    own = {r.name: (r.us, bool(r.inside)) for r in ran_on_host(events, {1: 300, 2: 300, 3: 100})}
+    assert own["aten::addmm"] == (30.0, True) and own["aten::linear"] == (20.0, False)
+    assert own["aten::relu"] == (5.0, True) and own["aten::expand"][0] == 50.0
 
 
 def test_bytes_are_those_of_operands_and_results() -> None:

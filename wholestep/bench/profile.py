@@ -130,7 +130,7 @@ def traced(step: Callable[[], Any], device: str, steps: int, listing: bool = Tru
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
         moved = bytes_of(json.loads(listed.read_text())["nodes"]) if listing else {}
-    return (ran_on_device(events) if device == "cuda" else ran_on_host(events)), moved
+    return (ran_on_device(events) if device == "cuda" else ran_on_host(events, moved)), moved
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------

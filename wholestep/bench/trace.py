@@ -35,6 +35,7 @@ class Open:
     us: float
     cat: str
     children: float = 0.0
+    moving: float = 0.0  # the part of them in operators that move bytes
 
 
 def ran_on_device(events: Iterable[Mapping[str, Any]]) -> list[Ran]:
@@ -63,8 +64,11 @@ def ran_on_device(events: Iterable[Mapping[str, Any]]) -> list[Ran]:
     ]
 
 
-def ran_on_host(events: Iterable[Mapping[str, Any]]) -> list[Ran]:
-    """Operators, each with the time that is not inside another one. Those that do the work are `inside` themselves."""
+def ran_on_host(events: Iterable[Mapping[str, Any]], moved: Mapping[int, int]) -> list[Ran]:
+    """Operators, each with the time that is not inside another one. Those that do the work are `inside` themselves.
+
+    moved: the bytes of operators, by number. Who spends most of its time in others that move bytes hands on its work.
+    """
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("cat") in HOST:
@@ -72,17 +76,17 @@ def ran_on_host(events: Iterable[Mapping[str, Any]]) -> list[Ran]:
     found: list[Ran] = []
 
     def close(done: Open) -> None:
-        own = done.us - done.children
-        works = done.cat == "cpu_op" and own >= done.us / 2
-        found.append(Ran(done.name, own, [(done.name, done.number)] if works else []))
+        works = done.cat == "cpu_op" and done.moving <= done.us / 2
+        found.append(Ran(done.name, done.us - done.children, [(done.name, done.number)] if works else []))
+        if stack:
+            stack[-1].children += done.us
+            stack[-1].moving += done.us if done.number in moved else done.moving
 
     for listed in threads.values():
         stack: list[Open] = []
         for event in in_order(listed):
             while stack and stack[-1].end < event["ts"] + event["dur"]:
                 close(stack.pop())
-            if stack:
-                stack[-1].children += event["dur"]
             stack.append(opened(event))
         while stack:
             close(stack.pop())
