@@ -18,6 +18,7 @@ from .residual import Features
 DIMENSIONS: dict[str, tuple[int, int, int, int, tuple[int, ...], int]] = {
     "full": (16, 480, 21, 64, (3, 4, 6, 3), 2),
     "few": (1, 480, 21, 64, (3, 4, 6, 3), 2),
+    "cpu": (2, 64, 21, 64, (3, 4, 6, 3), 2),
     "small": (8, 32, 5, 4, (1, 2, 1), 1),
     "tiny": (2, 16, 3, 2, (1, 1), 1),
 }

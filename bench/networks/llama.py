@@ -13,6 +13,7 @@ from .network import Batch, Network, drawn, of, token_walk
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
     "full": (4, 2048, 32000, 2048, 5632, 22, 32, 4),
     "few": (1, 512, 32000, 2048, 5632, 22, 32, 4),
+    "cpu": (4, 128, 8000, 256, 704, 4, 8, 2),
     "small": (4, 24, 211, 64, 176, 2, 4, 2),
     "tiny": (2, 8, 37, 16, 24, 1, 2, 1),
 }

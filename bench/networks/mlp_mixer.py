@@ -14,6 +14,7 @@ from .network import Batch, Network, coloured_images, drawn, of
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
     "full": (128, 224, 16, 1000, 768, 384, 3072, 12),
     "few": (8, 224, 16, 1000, 768, 384, 3072, 12),
+    "cpu": (8, 64, 8, 100, 192, 96, 768, 4),
     "small": (8, 32, 8, 10, 64, 32, 128, 2),
     "tiny": (2, 8, 4, 5, 16, 8, 32, 1),
 }

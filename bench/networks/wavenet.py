@@ -17,6 +17,7 @@ from .network import Batch, Network, drawn, of
 DIMENSIONS: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "full": (4, 16000, 256, 128, 256, 10, 3),
     "few": (1, 4000, 256, 128, 256, 10, 3),
+    "cpu": (2, 2000, 256, 64, 128, 8, 1),
     "small": (4, 64, 32, 16, 32, 3, 2),
     "tiny": (2, 12, 8, 4, 8, 2, 1),
 }

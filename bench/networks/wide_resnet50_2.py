@@ -15,6 +15,7 @@ from .residual import Features
 DIMENSIONS: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     "full": (128, 224, 1000, 64, (3, 4, 6, 3)),
     "few": (8, 224, 1000, 64, (3, 4, 6, 3)),
+    "cpu": (8, 64, 100, 64, (3, 4, 6, 3)),
     "small": (16, 32, 10, 4, (1, 2)),
     "tiny": (4, 16, 5, 2, (1, 1)),
 }

@@ -15,8 +15,10 @@ from wholestep.bench.clock import Clock
 from wholestep.bench.contenders import MODES, compiles_alone
 from wholestep.bench.field import COMPILE_SECONDS, LEAST_SECONDS, PROCESS_BYTES, RACE_SECONDS, Field
 from wholestep.bench.race import Cost, Race, Reference
+from wholestep.bench.results import Results
 from wholestep.bench.runner import Settings
 from wholestep.bench.workload import Case
+from wholestep.cli import bench
 
 SETTINGS = Settings("cpu", "fp32", steps=3, rounds=2, limit=30.0)
 TOGETHER = replace(SETTINGS, rounds=1, together=2)
@@ -62,6 +64,31 @@ def test_contenders_take_turns_and_times_are_medians(journal: Path) -> None:
     assert {name: e["ms"]["median"] for name, e in entries.items()} == {"eager": 500.0, "wholestep": 250.0}
     assert all(e["status"] == "agrees" and e["alone"] and e["peak_bytes"] == 1000 for e in entries.values())
     assert set(entries["eager"]["race_seconds"]) == {"time", "memory", "device_load"}
+
+
+def test_profiles_come_beside_times_and_who_has_none_keeps_its_times(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER_BLIND", "any eager")
+    profiling = replace(SETTINGS, device="cuda", profile=True)
+    race = Race(Case("any", "tiny"), ["wholestep", "eager"], profiling, print, time.monotonic() + 60)
+    Field([race], 0, race.deadline, print).run(bench.work_of(profiling), lambda race: None)
+    assert race.entries["wholestep"]["profile"] == {"us": 1.0, "calls": 2.0, "step_us": 250e3}
+    assert "profile" not in race.entries["eager"] and len(race.entries["eager"]["ms"]["blocks"]) == 2
+    measured, where = Results(), {"device": "cuda", "machine": "m", "command": "c", "versions": {}, "date": "d"}
+    bench.merge(race, where | {"race": "r", "load": 0.0}, profiling, measured)
+    assert [(e["contender"], "losses" in e) for e in measured.profiles] == [("wholestep", False)]
+    assert {e["contender"]: "profile" in e for e in measured.entries} == {"wholestep": False, "eager": False}
+
+
+def test_on_a_cpu_times_of_a_run_that_profiles_are_not_kept(journal: Path) -> None:
+    profiling = replace(SETTINGS, profile=True)
+    race = Race(Case("any", "tiny"), ["wholestep", "eager"], profiling, print, time.monotonic() + 60)
+    Field([race], 0, race.deadline, print).run(bench.work_of(profiling), lambda race: None)
+    measured, where = Results(), {"device": "cpu", "machine": "m", "command": "c", "versions": {}, "date": "d"}
+    bench.merge(race, where | {"race": "r", "load": 0.0}, profiling, measured)
+    assert not measured.entries and len(measured.profiles) == 2 and "ms" not in race.entries["eager"]
+    assert lines(journal, "time") == ["any eager", "any wholestep"]
 
 
 def test_who_disagrees_or_fails_is_noted_and_never_timed(journal: Path) -> None:

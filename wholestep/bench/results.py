@@ -33,6 +33,8 @@ Entry = dict[str, Any]
 #: what makes two entries the same one
 KEY = ("device", "machine", "precision", "network", "size", "contender")
 PACKAGES = ("torch", "triton", "transformers", "jax", "wholestep")
+#: what a profile says of where it comes from
+OF_PROFILES = (*KEY, "status", "command", "versions", "date", "race", "load")
 #: figures that are compared
 FIGURES = {"ms": "step time", "peak_bytes": "peak memory", "compile_seconds": "cold compile time"}
 

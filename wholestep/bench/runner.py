@@ -55,6 +55,12 @@ class Settings:
     networks: str = NETWORKS
     bind: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def names_kernels(self) -> bool:
+        """Whether kernels that PyTorch generates for a CPU name themselves, for profiles: that costs a little, and
+        such times are not kept."""
+        return self.profile and self.device == "cpu"
+
 
 class Failed(Exception):
     """A contender did not do what it was told. `out_of_time`: the time for all was over, which says nothing of it."""
@@ -88,7 +94,7 @@ class Runner:
         self.log, self.caches = place / "log", caches or place
         environ = dict(os.environ) | {name: str(self.caches / cache) for name, cache in CACHES.items()}
         environ |= {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if settings.profile:  # kernels that PyTorch generates for a CPU name themselves, which costs a little
+        if settings.names_kernels:
             environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
         root = str(Path(__file__).resolve().parents[2])
         reading, writing = os.pipe()

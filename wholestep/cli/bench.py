@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from wholestep.bench.field import Field
 from wholestep.bench.jax_contender import has_twin
 from wholestep.bench.race import Race
 from wholestep.bench.rehearsal import bytecode
-from wholestep.bench.results import Results, circumstances
+from wholestep.bench.results import OF_PROFILES, Results, circumstances
 from wholestep.bench.runner import Settings
 from wholestep.bench.workload import NETWORKS, Case, cases, networks
 from wholestep.cli.console import Console
@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plots", metavar="FOLDER", help="write plots as SVG there")
     add("--readme", metavar="FILE", help="write the summary between the markers of this page")
     add("--summary", metavar="JSON", help="measure nothing: show what is in this file, with the bars that hold")
-    add("--profile", action="store_true", help="time and bytes by kernel family, ours beside the others")
+    add(
+        "--profile",
+        action="store_true",
+        help="also time and bytes by kernel family, ours beside the others (on a CPU instead of times)",
+    )
     add(
         "--together",
         nargs="?",
@@ -139,8 +143,9 @@ def measure(
             where["race"] = f"{where['date']} {secrets.token_hex(3)}"
             where["bytecode"] = rehearsed
         merge(race, places[race], settings, measured)
-        if args.json:  # of a run that profiles, profiles alone
-            Results(() if settings.profile else measured.entries, measured.profiles).add_to(Path(args.json))
+        if args.json:
+            times = () if settings.names_kernels else measured.entries
+            Results(times, measured.profiles).add_to(Path(args.json))
 
     where, deadline, races = circumstances(settings.device, settings.threads, command), began + args.seconds, []
     limited = replace(settings, limit=min(settings.limit, args.seconds))
@@ -159,12 +164,19 @@ def measure(
     took_part = list(dict.fromkeys(name for race in races for name in race.wanted))
     try:
         with bytecode(took_part, settings, say) as rehearsed:
-            field.run(Race.profiling if settings.profile else Race.timing, keep)
+            field.run(work_of(settings), keep)
     except KeyboardInterrupt:
         kept = f"what was finished before is in {args.json}" if args.json else "--json FILE would keep what is finished"
         say(f"stopped in {', '.join(str(race.case) for race in field.open)}; {kept}")
         raise
     return measured
+
+
+def work_of(settings: Settings) -> Callable[[Race], None]:
+    """What is done with a case that is ready."""
+    if settings.names_kernels:
+        return Race.profiling
+    return Race.timing_and_profiling if settings.profile else Race.timing
 
 
 def room_of(device: str) -> float:
@@ -176,10 +188,10 @@ def merge(race: Race, where: Mapping[str, Any], settings: Settings, measured: Re
     """Puts what was found of a case into the results of this run."""
     who = {"network": race.case.network, "size": race.case.size, "precision": settings.precision}
     for name, entry in race.entries.items():
-        whole = who | {"contender": name} | dict(where) | entry
-        if settings.profile and "profile" in whole:
-            measured.merge_profile(whole)
-        else:
+        whole = who | {"contender": name} | dict(where) | {part: entry[part] for part in entry if part != "profile"}
+        if "profile" in entry:
+            measured.merge_profile({part: whole[part] for part in OF_PROFILES} | {"profile": entry["profile"]})
+        if "profile" not in entry or not settings.names_kernels:
             measured.merge(whole)
 
 
