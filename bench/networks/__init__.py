@@ -15,8 +15,6 @@ NAMES = ("gpt2", "bert_large", "llama", "vit", "resnet50", "efficientnet_b0", "w
 TWELVE = (*NAMES, "wide_resnet50_2", "mobilenet_v2", "mlp_mixer", "fcn_resnet50")
 #: those that have a twin in plain JAX
 IN_JAX = ("gpt2", "resnet50")
-#: those that have a size for CPUs
-ON_CPU = ("gpt2", "bert_large", "vit", "resnet50", "efficientnet_b0", "mobilenet_v2", "dlrm")
 
 
 def check(name: str, size: str) -> None:
@@ -39,4 +37,4 @@ def jax_twin(name: str, model: nn.Module, precision: str) -> Any:
     return importlib.import_module(f"{__name__}.jax_{name}").build(model, precision)
 
 
-__all__ = ["NAMES", "ON_CPU", "SIZES", "TWELVE", "Batch", "Network", "build", "check", "jax_twin"]
+__all__ = ["NAMES", "SIZES", "TWELVE", "Batch", "Network", "build", "check", "jax_twin"]

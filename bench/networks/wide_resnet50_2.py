@@ -42,6 +42,6 @@ def build(size: str = "full", device: str = "cpu") -> Network:
     def loss_fn(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(images), labels)
 
-    lr = 3e-4 if size in ("full", "few") else 1e-3
+    lr = 1e-3 if size in ("small", "tiny") else 3e-4
     items = f"{rows} images of {pixels}x{pixels}"
     return Network("wide_resnet50_2", items, model, loss_fn, make_batch, lr, warmup=30, images=True)

@@ -35,8 +35,9 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 
-#: seconds that a process has to write its stack, and how many frames of it are told
-HEARING, FRAMES = 0.5, 8
+#: the signal by which a process is asked what it does, one that is ignored by default (LLVM, by which Triton compiles
+#: in the process itself, takes over SIGUSR1 and others); the seconds it has to write its stack; how many frames are told
+ASKED, HEARING, FRAMES = signal.SIGURG, 0.5, 8
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def where(runners: Sequence[Runner]) -> list[str]:
     said = [runner.log.stat().st_size for runner in runners]
     for runner in runners:
         with suppress(ProcessLookupError):
-            os.kill(runner.process.pid, signal.SIGUSR1)
+            os.kill(runner.process.pid, ASKED)
     time.sleep(HEARING)
     found = []
     for runner, start in zip(runners, said, strict=True):
@@ -211,9 +212,9 @@ def where(runners: Sequence[Runner]) -> list[str]:
     return found
 
 
-def told(stacks: str) -> str:
-    """The innermost frames of a process's first thread, which comes last in what it writes."""
-    lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', re.split(r"^.*[Tt]hread 0x", stacks, flags=re.M)[-1])
+def told(stack: str) -> str:
+    """The innermost frames of what a process has written."""
+    lines = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
     frames = [f"{function} ({Path(file).name}:{line})" for file, line, function in lines[:FRAMES]]
     return "in " + " < ".join(frames) if frames else "and does not say where"
 

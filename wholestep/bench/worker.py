@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import signal
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from . import profile as profiles
 from .clock import Clock
 from .contenders import JAX, MODES, Trainer, is_ours, make, split, torch_step
 from .memory import Peak, release, size_of
+from .runner import ASKED
 from .workload import Batch, Case, Workload, build
 
 if TYPE_CHECKING:
@@ -325,9 +325,10 @@ def answers(number: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def tell_when_asked() -> None:
-    """Has the process write to its log what it is doing, when the parent asks (`runner.where`): wherever its errors go
-    by then, and of all threads, since one that is not Python's may be the one that is asked."""
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+    """Has the process write to its log what it is doing, when the parent asks (`runner.where`), wherever its errors go
+    by then: its first thread, the one that a signal to a process goes to. Of many threads it would come last, behind
+    the hundredth, where the list ends."""
+    faulthandler.register(ASKED, file=os.dup(2), all_threads=False)
 
 
 def main(import_seconds: float) -> None:

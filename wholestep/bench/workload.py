@@ -84,12 +84,11 @@ def networks(module: str = NETWORKS) -> ModuleType:
 
 
 def cases(names: Sequence[str], size: str, module: str = NETWORKS) -> list[Case]:
-    """The cases a command line asks for. Without names: all networks that the module lists for the size."""
+    """The cases a command line asks for. Without names: all networks that the module lists."""
     found: list[Case] = []
     if not names:
         listed = networks(module)
-        known = getattr(listed, "ON_CPU", ()) if size == "cpu" else ()
-        known = known or getattr(listed, "TWELVE", ()) or getattr(listed, "NAMES", ())
+        known = getattr(listed, "TWELVE", ()) or getattr(listed, "NAMES", ())
         return [Case(name, each) for each in size.split(",") for name in known]
     for text in names:
         if text.endswith(".onnx"):
