@@ -36,7 +36,7 @@ CACHES = {
 }
 
 #: the signal by which a process is asked what it does, one that is ignored by default (LLVM, by which Triton compiles
-#: in the process itself, takes over SIGUSR1 and others); the seconds it has to write its stack; how many frames are told
+#: in the process itself, takes over SIGUSR1 and others); seconds it has to write its stack; frames of it that are told
 ASKED, HEARING, FRAMES = signal.SIGURG, 0.5, 8
 
 
