@@ -19,10 +19,10 @@ import wholestep as ws
 from tests.dialects.loop.provider import LoopReference, registered
 from tests.runtime.runs import data, fresh, sgd
 from wholestep.backends import cpp, providers
-from wholestep.backends.cublas.matrices import one_product
 from wholestep.backends.generated import kernel_of, region_of
 from wholestep.backends.kernels import Spec
 from wholestep.backends.made_up import neutral_inputs
+from wholestep.backends.matrices import one_product
 from wholestep.backends.providers import (
     Aten,
     Inductor,

@@ -34,11 +34,11 @@ from .aten import lower, run_calls
 from .convolutions import one_convolution
 from .cublas import library as cublas_library
 from .cublas import ways as cublas_ways
-from .cublas.matrices import one_product
 from .cudnn import library as cudnn_library
 from .cudnn import ways as cudnn_ways
 from .kernels import Spec
 from .made_up import looks_up_what_it_computes, neutral_inputs
+from .matrices import one_product
 from .wgmma import library as wgmma_library
 from .wgmma import ways as wgmma_ways
 
@@ -540,7 +540,15 @@ class Cpp(Generator):
 
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
-    templates = ("cpp.convolution", "cpp.embedding")
+    templates = ("cpp.convolution", "cpp.embedding", "cpp.product")
+    alone = ("step.contract",)
+
+    def template(self, region: Region) -> Any:
+        product = importlib.import_module("wholestep.backends.cpp.product")
+        return product if product.runs(region) else super().template(region)
+
+    def at_once(self, region: Region) -> bool:
+        return self.template(region) is not None
 
     def absent(self) -> str:
         return self.code.missing()

@@ -71,16 +71,18 @@ def region(part, image, weight, stride, padding, bias=False, e=None, lies=convol
 def check(it):
     assert convolution.takes(convolution.anchor(it))
     assert convolution.why_not(it) == ""
-    (offer,) = convolution.offers(it)
-    run = convolution.build([offer])[offer.key]
+    offers = convolution.offers(it)
+    assert len({o.key for o in offers}) == len(offers) == (1 if convolution.problem_of(it.ops[-1]).depthwise else 2)
+    built = convolution.build(offers)
     inputs = neutral_inputs(it, positive=False)
     before = [x.clone() for x in inputs]
-    out = torch.empty_strided(it.results[0].shape, it.results[0].strides).fill_(7)
-    scratch = [torch.full(s.shape, float("nan")) for s in offer.scratch]
-    run(*inputs, out, *scratch)
     (expected,) = op_by_op(it)(*inputs)
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    for offer in offers:
+        out = torch.empty_strided(it.results[0].shape, it.results[0].strides).fill_(7)
+        scratch = [torch.full(s.shape, float("nan")) for s in offer.scratch]
+        built[offer.key](*inputs, out, *scratch)
+        torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5, msg=lambda m, o=offer: f"{o.name}: {m}")
+        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("part", convolution.PARTS.values())

@@ -6,8 +6,6 @@ struct Sizes { i64 part, n, c, h, w, oh, ow, kh, kw, sh, sw, ph, pw, chunks; };
 typedef float Eight __attribute__((vector_size(32)));
 template <class V> INLINE V at(const float* p) { V x; __builtin_memcpy(&x, p, sizeof(V)); return x; }
 template <class V> INLINE void into(float* p, V x) { __builtin_memcpy(p, &x, sizeof(V)); }
-INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 // places outside of the image are zeros: the taps (or outputs) from `first` up to `end` are those inside of it
 INLINE i64 first_inside(i64 start, i64 step) { return start >= 0 ? 0 : (-start + step - 1) / step; }
 INLINE i64 end_inside(i64 start, i64 step, i64 size, i64 count) {
@@ -67,7 +65,8 @@ template <class V, int R> INLINE void turned(const float* w, i64 taps, i64 c, fl
 }
 
 template <class V, int R>
-static void forward(const Sizes& s, const float* x, const float* w, float* y, i64 c, i64 n0, i64 n1, bool flipped = false) {
+FUSED static void forward(const Sizes& s, const float* x, const float* w, float* y, i64 c, i64 n0, i64 n1, bool flipped = false) {
+  FUSE
   constexpr int L = sizeof(V) / 4, B = R * L;
   alignas(64) float taps[TAPS * B];
   turned<V, R>(w, s.kh * s.kw, c, taps, flipped);
@@ -90,7 +89,8 @@ static void forward(const Sizes& s, const float* x, const float* w, float* y, i6
 }
 
 template <class V, int R>
-static void backward(const Sizes& s, const float* dy, const float* w, float* dx, i64 c, i64 n0, i64 n1) {
+FUSED static void backward(const Sizes& s, const float* dy, const float* w, float* dx, i64 c, i64 n0, i64 n1) {
+  FUSE
   constexpr int L = sizeof(V) / 4, B = R * L;
   if (s.sh == 1 && s.sw == 1 && s.ph < s.kh && s.pw < s.kw) {  // a convolution with the kernel turned around
     const Sizes t = {s.part, s.n, s.c, s.oh, s.ow, s.h, s.w, s.kh, s.kw, 1, 1, s.kh - 1 - s.ph, s.kw - 1 - s.pw, s.chunks};
@@ -119,7 +119,8 @@ static void backward(const Sizes& s, const float* dy, const float* w, float* dx,
 
 // sums over some images: out is [taps, c]
 template <class V, int R>
-static void kernel_sums(const Sizes& s, const float* x, const float* dy, float* out, i64 c, i64 n0, i64 n1) {
+FUSED static void kernel_sums(const Sizes& s, const float* x, const float* dy, float* out, i64 c, i64 n0, i64 n1) {
+  FUSE
   constexpr int L = sizeof(V) / 4, B = R * L;
   const i64 taps = s.kh * s.kw;
   alignas(64) float sums[TAPS * B];

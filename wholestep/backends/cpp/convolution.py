@@ -1,14 +1,15 @@
 """Convolutions on CPUs that libraries are slow at, as a template of the provider `cpp`: images that lie channels-last.
 
-A dense one is a matrix product: of the image itself where its kernel is one pixel, else of its windows, written out as
-rows. A depthwise one is a kernel in `convolution.h`. Each is a region of its own, and is timed against ATen's.
+A dense one is a matrix product, ours (`product.py`) or PyTorch's: of the image itself where its kernel is one pixel,
+else of its windows, written out as rows. A depthwise one is a kernel in `convolution.h`. Each is a region of its own,
+and is timed against ATen's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from ...dialects.strides import row_major, same_places
 from ...ir.core import Op
 from ..convolution_ops import PARTS, laid_out_from, shapes_of
 from ..kernels import Spec
+from ..matrices import Matrices, multiply
 from ..providers import Launcher, Offer, Progress, Region
-from . import Candidate
+from . import Candidate, product
 from . import build as build_kernels
 from .compiler import digest, header, working_compiler
 
@@ -65,10 +67,27 @@ class Problem:
     def columns(self) -> int:
         return self.kernel[0] * self.kernel[1] * self.c
 
+    @property
+    def matrices(self) -> Matrices:
+        """The product of rows that a dense one is: of windows and the kernel, or of one of them and an output."""
+        windows, output, kernel = (0, self.columns, 1), (0, self.o, 1), (0, self.columns, 1)
+        sizes, strides = {
+            "forward": ((self.rows, self.o, self.columns), (windows, turned(kernel), output)),
+            "weight_grad": ((self.o, self.columns, self.rows), (turned(output), windows, kernel)),
+            "input_grad": ((self.rows, self.columns, self.o), (output, kernel, windows)),
+        }[self.part]
+        return Matrices(1, *sizes, *strides, torch.float32, swapped=False, biased=self.bias)
+
     def sizes(self, what: int, chunks: int = 1) -> torch.Tensor:
         """What a kernel is told."""
         image = self.n, self.c, self.h, self.w, self.oh, self.ow
         return torch.tensor([what, *image, *self.kernel, *self.stride, *self.padding, chunks], dtype=torch.int64)
+
+
+def turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Of the transposed matrix."""
+    batch, row, column = strides
+    return batch, column, row
 
 
 def problem_of(op: Op) -> Problem:
@@ -125,15 +144,16 @@ def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Way:
-    """A convolution on the tensors of a region: which they are."""
+    """A convolution on the tensors of a region: which they are, and whether the product is PyTorch's."""
 
     problem: Problem
     operands: tuple[int, ...]
     result: int
+    by_torch: bool = False
 
     @property
     def key(self) -> str:
-        return f"convolution {digest(repr(astuple(self)), source())[:32]}"
+        return f"convolution {digest(repr(astuple(self)), source(), product.source())[:32]}"
 
     @property
     def chunks(self) -> int:
@@ -142,19 +162,24 @@ class Way:
 
     @property
     def scratch(self) -> tuple[Spec, ...]:
+        """Partial sums of a depthwise one; of another windows, then what a product of ours needs."""
         p = self.problem
         if p.depthwise:
             shape = (self.chunks, p.kernel[0] * p.kernel[1], p.c)
             return (Spec(shape, row_major(shape), torch.float32),) if p.part == "weight_grad" else ()
-        return () if p.is_product else (Spec((p.rows, p.columns), (p.columns, 1), torch.float32),)
+        windows = () if p.is_product else (Spec((p.rows, p.columns), (p.columns, 1), torch.float32),)
+        return windows if self.by_torch else (*windows, product.panels(p.matrices))
 
 
 def offers(region: Region) -> list[Offer]:
     op, arguments = anchor(region), region.body.regions[0].block.arguments
     operands = tuple(arguments.index(laid_out_from(v)) for v in op.operands)
-    way = Way(problem_of(op), operands, len(region.operands))
-    name = "depthwise" if way.problem.depthwise else "product" if way.problem.is_product else "product of windows"
-    return [Offer(name, way.key, way.scratch, way)]
+    problem, result = problem_of(op), len(region.operands)
+    name = "depthwise" if problem.depthwise else "product" if problem.is_product else "product of windows"
+    ways = {name: Way(problem, operands, result)}
+    if not problem.depthwise:
+        ways[f"{name} by PyTorch"] = Way(problem, operands, result, by_torch=True)
+    return [Offer(name, way.key, way.scratch, way) for name, way in ways.items()]
 
 
 @cache
@@ -165,15 +190,15 @@ def source() -> str:
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
     kernels = Candidate("convolution", (), digest(source(), header()), source())
-    built = build_kernels([kernels], report)[kernels.key]
-    if isinstance(built, Exception):
-        return {o.key: built for o in offers}
-    return {o.key: launcher(o.made, built) for o in offers}
+    made = build_kernels([kernels, product.kernel()], report)
+    built = [made[kernels.key], made[product.kernel().key]]
+    failed = next((one for one in built if isinstance(one, Exception)), None)
+    return {o.key: failed or launcher(o.made, *built) for o in offers}  # type: ignore[arg-type]
 
 
-def launcher(way: Way, kernels: Callable[..., None]) -> Launcher:
+def launcher(way: Way, kernels: Callable[..., None], products: Callable[..., None]) -> Launcher:
     """Runs a way on the tensors of its region and its scratch memory."""
-    p, (first, second, *more), result = way.problem, way.operands, way.result
+    p, (first, second, *bias), result = way.problem, way.operands, way.result
     scratch = result + 1
     if p.depthwise:
         sizes = p.sizes(DEPTHWISE[p.part], way.chunks)
@@ -183,37 +208,25 @@ def launcher(way: Way, kernels: Callable[..., None]) -> Launcher:
 
         return depthwise
 
+    by_torch, ours = partial(multiply, p.matrices), product.launcher(p.matrices, products)
     spread = p.sizes(WINDOWS if p.part != "input_grad" else GATHERED)
-    image, output, kernel = (p.rows, p.columns), (p.rows, p.o), (p.o, p.columns)
-    view = torch.as_strided
 
-    def matrix(tensor: torch.Tensor, shape: tuple[int, int], turned: bool = False) -> torch.Tensor:
-        n, m = shape
-        return view(tensor, (m, n), (1, m)) if turned else view(tensor, shape, (m, 1))
-
-    def windows(tensors: Sequence[torch.Tensor], of: int) -> torch.Tensor:
-        if p.is_product:
-            return matrix(tensors[of], image)
-        kernels(spread, tensors[of], tensors[scratch])
-        return tensors[scratch]
-
-    def forward(*tensors: torch.Tensor) -> None:
-        out, w = matrix(tensors[result], output), matrix(tensors[second], kernel, turned=True)
-        if more:
-            torch.addmm(tensors[more[0]], windows(tensors, first), w, out=out)
-        else:
-            torch.mm(windows(tensors, first), w, out=out)
-
-    def weight_grad(*tensors: torch.Tensor) -> None:
-        dy = matrix(tensors[second], output, turned=True)
-        torch.mm(dy, windows(tensors, first), out=matrix(tensors[result], kernel))
-
-    def input_grad(*tensors: torch.Tensor) -> None:
-        dy, w = matrix(tensors[first], output), matrix(tensors[second], kernel)
-        if p.is_product:
-            torch.mm(dy, w, out=matrix(tensors[result], image))
+    def dense(*tensors: torch.Tensor) -> None:
+        own = list(tensors[scratch:])
+        windows = None if p.is_product else own.pop(0)
+        image, other, out = tensors[first], tensors[second], tensors[result]
+        if p.part == "input_grad":
+            run((image, other, out if windows is None else windows), own)
+            if windows is not None:
+                kernels(spread, windows, out)
             return
-        torch.mm(dy, w, out=tensors[scratch])
-        kernels(spread, tensors[scratch], tensors[result])
+        if windows is not None:
+            kernels(spread, image, windows)
+            image = windows
+        factors = (other, image) if p.part == "weight_grad" else (image, other)
+        run((*factors, *[tensors[b] for b in bias], out), own)
 
-    return {"forward": forward, "weight_grad": weight_grad, "input_grad": input_grad}[p.part]
+    def run(tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        by_torch(tensors) if way.by_torch else ours(*tensors, *own)
+
+    return dense

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..c_library import CLibrary
-from .matrices import Matrices
+from ..matrices import Matrices
 
 #: the numbers of cuBLASLt's header: types, attributes, epilogues
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}

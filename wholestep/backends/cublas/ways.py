@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels import Spec
+from ..matrices import Matrices, NotMatrices, matrices_of, multiply
 from .library import ALIGNMENT, LIBRARY, Heuristic, Product
-from .matrices import Matrices, NotMatrices, matrices_of, multiply
 
 if TYPE_CHECKING:
     from ..providers import Region

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...dialects.step.contraction import parse_spec
-from ..kernels import Spec
+from ..dialects.step.contraction import parse_spec
+from .kernels import Spec
 
 if TYPE_CHECKING:
-    from ...ir.core import Op
-    from ..providers import Region
+    from ..ir.core import Op
+    from .providers import Region
 
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 

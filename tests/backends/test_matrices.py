@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wholestep.backends.cublas.matrices import NotMatrices, matrices_of, multiply, one_product
 from wholestep.backends.cublas.ways import lies_aligned, why_not
 from wholestep.backends.kernels import Spec
+from wholestep.backends.matrices import NotMatrices, matrices_of, multiply, one_product
 from wholestep.backends.providers import Region
 from wholestep.dialects.step import StepBuilder
 from wholestep.ir import TensorType, add_function, finish_function, module
