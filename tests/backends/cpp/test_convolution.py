@@ -27,6 +27,12 @@ DENSE = {
     "strided": ((2, 4, 9, 8), (6, 4, 3, 5), 2, 1),
     "more zeros than taps": ((2, 3, 3, 4), (4, 3, 2, 3), 2, 3),
     "no zeros": ((2, 3, 7, 5), (4, 3, 5, 4), 1, 0),
+    "dilated": ((2, 3, 9, 8), (4, 3, 3, 2), 1, 1, 3),
+    "dilated, strided": ((2, 3, 11, 10), (4, 3, 2, 3), 2, 2, 3),
+    "a sequence": ((3, 5, 17), (6, 5, 3), 1, 1),
+    "a sequence, one pixel": ((3, 5, 17), (6, 5, 1), 1, 0),
+    "a sequence, dilated": ((3, 5, 17), (6, 5, 2), 1, 0, 4),
+    "a sequence, strided": ((3, 5, 17), (6, 5, 4), 3, 2),
 }
 #: channels of blocks of 32, 16, 8 and 1
 DEPTHWISE = {
@@ -37,18 +43,20 @@ DEPTHWISE = {
     "larger than the image": ((2, 40, 2, 2), (40, 1, 5, 5), 1, 2),
     "more zeros than taps": ((2, 8, 3, 4), (8, 1, 2, 3), 1, 4),
     "no zeros": ((2, 8, 9, 8), (8, 1, 3, 3), 2, 0),
+    "a sequence": ((2, 43, 19), (43, 1, 5), 1, 2),
 }
 CASES = {**{f"dense {k}": v for k, v in DENSE.items()}, **{f"depthwise {k}": v for k, v in DEPTHWISE.items()}}
 
 
-def region(part, image, weight, stride, padding, bias=False, e=None, lies=convolution.channels_last, dilation=1):
+def region(part, image, weight, stride, padding, dilation=1, bias=False, e=None, lies=convolution.channels_last):
     """A convolution, or a gradient of one, as a region by itself."""
     kind = {} if e is None else {"e": e}
     sizes = [
         (n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k in zip(image[2:], weight[2:], strict=True)
     ]
     output = (image[0], weight[0], *sizes)
-    window = dict(stride=(stride,) * 2, padding=(padding,) * 2, dilation=(dilation,) * 2)
+    window = {"stride": stride, "padding": padding, "dilation": dilation}
+    window = {name: (size,) * len(sizes) for name, size in window.items()}
     window["groups"] = image[1] // weight[1]
     shapes = {"forward": (image, weight), "input_grad": (output, weight), "weight_grad": (image, output)}[part]
     shapes += ((weight[0],),) if bias else ()
@@ -62,9 +70,7 @@ def region(part, image, weight, stride, padding, bias=False, e=None, lies=convol
     else:
         made = b.conv_weight_grad(*block.arguments, weight_shape=weight, **window)
     finish_function(function, [made])
-    specs = [
-        Spec(tuple(s), lies(s) if len(s) == 4 else row_major(s), torch.float32) for s in (*shapes, made.type.shape)
-    ]
+    specs = [Spec(tuple(s), lies(s) if len(s) > 1 else row_major(s), torch.float32) for s in (*shapes, made.type.shape)]
     return Region(function, None, tuple(specs[:-1]), tuple(specs[-1:]), torch.device("cpu"))
 
 
@@ -91,7 +97,7 @@ def test_is_as_by_pytorch(name, part):
     check(region(part, *CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["one pixel", "strided"])
+@pytest.mark.parametrize("name", ["one pixel", "strided", "a sequence, dilated"])
 def test_bias(name):
     check(region("forward", *DENSE[name], bias=True))
 
@@ -121,7 +127,8 @@ def test_what_is_not_taken():
     assert not takes((2, 4, 9, 9), (4, 1, 8, 8), 1, 1), "more taps than there is room for"
     assert not takes((2, 4, 5, 5), (4, 1, 3, 3), 1, 1, bias=True)
     assert not takes((2, 4, 5, 5), (6, 4, 3, 3), 1, 1, e=BF16)
-    assert not takes((2, 4, 7, 7), (6, 4, 3, 3), 1, 1, dilation=2)
+    assert not takes((2, 4, 7, 7), (4, 1, 3, 3), 1, 1, dilation=2), "a dilated depthwise one"
+    assert not takes((2, 4, 5, 5, 5), (6, 4, 3, 3, 3), 1, 1), "volumes"
     assert not takes((64, 64, 56, 56), (64, 64, 3, 3), 1, 1), "its windows would take 462 MB"
     it = region("forward", (2, 4, 5, 5), (6, 4, 3, 3), 1, 1, lies=row_major)
     assert convolution.why_not(it) == "a convolution whose operand is not channels-last"

@@ -1,7 +1,7 @@
 // Convolutions of images that lie channels-last: what makes a matrix product of one, and depthwise ones as they are.
 // One function for all of them: the last tensor says what is to be done and with which sizes.
 
-struct Sizes { i64 part, n, c, h, w, oh, ow, kh, kw, sh, sw, ph, pw, chunks; };
+struct Sizes { i64 part, n, c, h, w, oh, ow, kh, kw, sh, sw, ph, pw, dh, dw, chunks; };
 
 typedef float Eight __attribute__((vector_size(32)));
 template <class V> INLINE V at(const float* p) { V x; __builtin_memcpy(&x, p, sizeof(V)); return x; }
@@ -20,13 +20,15 @@ static void windows(const Sizes& s, const float* x, float* out) {
     const i64 n = task / s.oh, oy = task % s.oh;
     float* to = out + task * s.ow * s.kh * row;
     for (i64 ox = 0; ox < s.ow; ++ox) {
-      const i64 ix = ox * s.sw - s.pw, low = least(first_inside(ix, 1), s.kw), high = most(end_inside(ix, 1, s.w, s.kw), low);
+      const i64 ix = ox * s.sw - s.pw, low = least(first_inside(ix, s.dw), s.kw), high = most(end_inside(ix, s.dw, s.w, s.kw), low);
       for (i64 ky = 0; ky < s.kh; ++ky, to += row) {
-        const i64 iy = oy * s.sh - s.ph + ky;
+        const i64 iy = oy * s.sh - s.ph + ky * s.dh;
         const bool inside = iy >= 0 && iy < s.h;
         const i64 from = inside ? low * s.c : row, end = inside ? high * s.c : row;
+        const float* const line = x + ((n * s.h + iy) * s.w + ix) * s.c;
         __builtin_memset(to, 0, from * 4);
-        if (inside) __builtin_memcpy(to + from, x + ((n * s.h + iy) * s.w + ix) * s.c + from, (end - from) * 4);
+        if (s.dw == 1) __builtin_memcpy(to + from, line + from, (end - from) * 4);
+        else for (i64 tap = from; tap < end; tap += s.c) __builtin_memcpy(to + tap, line + tap * s.dw, s.c * 4);
         __builtin_memset(to + end, 0, (row - end) * 4);
       }
     }
@@ -41,11 +43,11 @@ static void gathered(const Sizes& s, const float* rows, float* out) {
     for (i64 x = 0; x < s.w; ++x) {
       float* const to = out + (task * s.w + x) * s.c;
       __builtin_memset(to, 0, s.c * 4);
-      const i64 ky0 = (y + s.ph) % s.sh, kx0 = (x + s.pw) % s.sw;
-      for (i64 ky = ky0, oy = (y + s.ph) / s.sh; ky < s.kh; ky += s.sh, --oy)
-        for (i64 kx = kx0, ox = (x + s.pw) / s.sw; kx < s.kw; kx += s.sw, --ox) {
-          if (oy < 0 || oy >= s.oh || ox < 0 || ox >= s.ow) continue;
-          const float* const from = rows + ((((n * s.oh + oy) * s.ow + ox) * s.kh + ky) * s.kw + kx) * s.c;
+      for (i64 ky = 0; ky < s.kh; ++ky)
+        for (i64 kx = 0; kx < s.kw; ++kx) {
+          const i64 oy = y + s.ph - ky * s.dh, ox = x + s.pw - kx * s.dw;  // where the window of this tap begins
+          if (oy < 0 || oy >= s.oh * s.sh || oy % s.sh || ox < 0 || ox >= s.ow * s.sw || ox % s.sw) continue;
+          const float* const from = rows + ((((n * s.oh + oy / s.sh) * s.ow + ox / s.sw) * s.kh + ky) * s.kw + kx) * s.c;
 #pragma omp simd
           for (i64 c = 0; c < s.c; ++c) to[c] += from[c];
         }
@@ -93,7 +95,7 @@ FUSED static void backward(const Sizes& s, const float* dy, const float* w, floa
   FUSE
   constexpr int L = sizeof(V) / 4, B = R * L;
   if (s.sh == 1 && s.sw == 1 && s.ph < s.kh && s.pw < s.kw) {  // a convolution with the kernel turned around
-    const Sizes t = {s.part, s.n, s.c, s.oh, s.ow, s.h, s.w, s.kh, s.kw, 1, 1, s.kh - 1 - s.ph, s.kw - 1 - s.pw, s.chunks};
+    const Sizes t = {s.part, s.n, s.c, s.oh, s.ow, s.h, s.w, s.kh, s.kw, 1, 1, s.kh - 1 - s.ph, s.kw - 1 - s.pw, 1, 1, s.chunks};
     forward<V, R>(t, dy, w, dx, c, n0, n1, true);
     return;
   }

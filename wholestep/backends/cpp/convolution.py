@@ -51,6 +51,7 @@ class Problem:
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
+    dilation: tuple[int, int]
     depthwise: bool
     bias: bool
 
@@ -81,7 +82,8 @@ class Problem:
     def sizes(self, what: int, chunks: int = 1) -> torch.Tensor:
         """What a kernel is told."""
         image = self.n, self.c, self.h, self.w, self.oh, self.ow
-        return torch.tensor([what, *image, *self.kernel, *self.stride, *self.padding, chunks], dtype=torch.int64)
+        window = *self.kernel, *self.stride, *self.padding, *self.dilation
+        return torch.tensor([what, *image, *window, chunks], dtype=torch.int64)
 
 
 def turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -91,15 +93,20 @@ def turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def problem_of(op: Op) -> Problem:
-    (n, c, h, w), (o, _, *kernel), (_, _, oh, ow) = shapes_of(op)
+    """A sequence is an image of one row."""
+    (n, c, *image), (o, _, *kernel), (_, _, *output) = shapes_of(op)
+    sizes = [image, output, kernel, list(op.stride), list(op.padding), list(op.dilation)]
+    alone = (1, 1, 1, 1, 0, 1)  # what one row is to each
+    (h, w), (oh, ow), *window = [
+        (one, *all) if len(all) == 1 else (*all,) for all, one in zip(sizes, alone, strict=True)
+    ]
     bias = op.definition is Conv and op.bias is not None
-    window = tuple(kernel), tuple(op.stride), tuple(op.padding)
     return Problem(PARTS[op.definition], n, c, h, w, o, oh, ow, *window, op.groups > 1, bias)  # type: ignore[arg-type]
 
 
 def takes(op: Op) -> bool:
     """Whether the op is to be a region of its own."""
-    if op.definition not in PARTS or op.transposed or len(op.stride) != 2 or any(d != 1 for d in op.dilation):
+    if op.definition not in PARTS or op.transposed or len(op.stride) not in (1, 2):
         return False
     if torch_dtype(op.operands[0].type.element) is not torch.float32 or isinstance(working_compiler(), str):
         return False
@@ -107,7 +114,7 @@ def takes(op: Op) -> bool:
     if 0 in (p.n, p.c, p.h, p.w, p.o, p.oh, p.ow):
         return False
     if p.depthwise:
-        return p.c == p.o == op.groups and p.kernel[0] * p.kernel[1] <= TAPS and not p.bias
+        return p.c == p.o == op.groups and p.kernel[0] * p.kernel[1] <= TAPS and not p.bias and p.dilation == (1, 1)
     return p.is_product or 4 * p.rows * p.columns <= LARGEST
 
 
@@ -125,7 +132,7 @@ def why_not(region: Region) -> str:
     if any(v not in block.arguments for v in operands):
         return "a convolution of a view; only of a whole tensor"
     for value, spec in zip((*operands, op.results[0]), specs_of(region, op), strict=True):
-        last = channels_last(spec.shape) if len(spec.shape) == 4 else row_major(spec.shape)
+        last = channels_last(spec.shape) if len(spec.shape) > 1 else row_major(spec.shape)
         if not same_places(spec.shape, spec.strides, last):
             return f"a convolution whose {'result' if value is op.results[0] else 'operand'} is not channels-last"
     return ""
@@ -138,8 +145,9 @@ def specs_of(region: Region, op: Op) -> list[Spec]:
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
-    _, c, h, w = shape
-    return (h * w * c, 1, w * c, c)
+    n, c, *image = shape
+    each, *inner, last = row_major((n, *image, c))
+    return (each, last, *inner)
 
 
 @dataclass(frozen=True)
