@@ -211,8 +211,8 @@ def of_launches(whole: Any, spent: Mapping[int, float]) -> Profile:
     for kernel, planned, position in launched(movement):
         launch = planned.plan.launches[position] if position >= 0 else None
         op = ops[id(planned)][launch.op] if launch is not None and launch.op >= 0 else None
-        kind = family_of(planned, op)
         provider = launch.provider if launch is not None else "aten"
+        kind = family_of(planned, op, provider)
         family = family_of_launch(kernel.name, kernel.phase, provider, kind)
         name = f"{kernel.phase} {kernel.name} {kind if kind != 'library' else ''} by {provider}, {group_of(kernel)}"
         us = spent.get(kernel.launch, 0.0) if kernel.launch not in seen else 0.0  # of micro-batches: once for all

@@ -28,6 +28,8 @@ from ..transforms.attention_sides import ATTENTION
 
 #: ops around which a region is a contraction
 CONTRACTIONS = frozenset(f"step.{n}" for n in ("contract", "conv", "conv_input_grad", "conv_weight_grad"))
+#: providers that generate nothing
+LIBRARIES = frozenset(("aten", "cublas", "cudnn"))
 #: launches that run nothing on the device
 NOTHING = ("host", "wait")
 SHOWN = 3
@@ -162,7 +164,8 @@ def kernels_report(movement: Movement, choices: Choices | None) -> KernelsReport
         op = None if launch is None or launch.op < 0 else ops[id(planned)][launch.op]
         made = None if position < 0 else planned.kernels[position]
         built = id(made.steps[0].call) if made is not None and made.steps and made.steps[0].kind == KERNEL else None
-        for shares, name in ((providers, launch.provider if launch else "aten"), (families, family_of(planned, op))):
+        provider = launch.provider if launch else "aten"
+        for shares, name in ((providers, provider), (families, family_of(planned, op, provider))):
             share = shares.setdefault(name, Share())
             share.add(kernel, times.get(built, math.nan), None if prices is None else prices[number], built)
     by_bytes = lambda item: -item[1].bytes  # noqa: E731
@@ -204,8 +207,10 @@ def next_like(kernel: costs.Kernel, launches: Sequence[Launch], start: int) -> i
     return -1
 
 
-def family_of(planned: Planned, op: Op | None) -> str:
+def family_of(planned: Planned, op: Op | None, provider: str) -> str:
     """The kind of kernel: by the way its loops walk for what is generated, else a library's."""
+    if op is not None and op.name in CONTRACTIONS and provider not in LIBRARIES:
+        return "contraction"
     if op is None or op.definition is not Fused or planned.fusion is None:
         return "library"
     bodies = planned.fusion.bodies

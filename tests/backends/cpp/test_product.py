@@ -141,6 +141,7 @@ def test_a_step_takes_it_where_it_is_faster(monkeypatch):
     ran.clear()
     loss = step(*batch)
     assert len(ran) == 5, "two products forward, three backward: nobody wants the gradient of the batch"
+    assert step.report().kernels.families["contraction"].launches == 5
     expected = nn.functional.cross_entropy(twin(batch[0]), batch[1])
     expected.backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()
