@@ -9,7 +9,7 @@ import time
 
 LOSSES = [2.0, 1.9, 1.8]
 journal = os.environ["FAKE_WORKER_JOURNAL"]
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+faulthandler.register(signal.SIGURG, all_threads=False)
 
 
 def note(what):
