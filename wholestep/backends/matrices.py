@@ -58,11 +58,7 @@ class Matrices:
 
 def the_product(region: Region) -> Op | None:
     """The contraction that a region is, where it is nothing else."""
-    ops = region.ops
-    if len(ops) != 1 or ops[0].name != "step.contract" or region.parts:
-        return None
-    given = list(region.body.regions[0].block.arguments)
-    return ops[0] if list(ops[0].operands) == given else None
+    return region.only if region.only is not None and region.only.name == "step.contract" else None
 
 
 def matrices_of(region: Region) -> Matrices:

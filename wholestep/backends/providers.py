@@ -66,6 +66,15 @@ class Region:
         return [op for op in self.body.regions[0].block if not op.definition.terminator]
 
     @property
+    def only(self) -> Op | None:
+        """The op that it is, on its operands as they are and with all its results, where it is nothing else."""
+        ops, block = self.ops, self.body.regions[0].block
+        if len(ops) != 1 or self.parts or block.last is None:
+            return None
+        same = list(ops[0].operands) == list(block.arguments) and list(ops[0].results) == list(block.last.operands)
+        return ops[0] if same else None
+
+    @property
     def specs(self) -> tuple[Spec, ...]:
         return (*self.operands, *self.results)
 
@@ -538,14 +547,16 @@ class Wgmma(Provider):
 class Cpp(Generator):
     """Kernels that we generate for CPUs."""
 
+    #: templates of ops that stand alone
+    OF_ONE_OP = ("cpp.product", "cpp.attention")
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
-    templates = ("cpp.convolution", "cpp.embedding", "cpp.product")
-    alone = ("step.contract",)
+    templates = ("cpp.convolution", "cpp.embedding", *OF_ONE_OP)
+    alone = ("step.contract", "step.attention", "step.attention_grad")
 
     def template(self, region: Region) -> Any:
-        product = importlib.import_module("wholestep.backends.cpp.product")
-        return product if product.runs(region) else super().template(region)
+        asked = (importlib.import_module(f"wholestep.backends.{name}") for name in self.OF_ONE_OP)
+        return next((t for t in asked if t.runs(region)), None) or super().template(region)
 
     def at_once(self, region: Region) -> bool:
         return self.template(region) is not None

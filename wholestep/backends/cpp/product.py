@@ -24,6 +24,8 @@ from .compiler import digest, header, working_compiler
 #: as in `product.h`: terms that are summed before a tile is written, panels that are there at a time, and the most
 #: columns that a panel has
 DEPTH, PANELS, PANEL = 512, 128, 32
+#: what is to be done, as in `products.h`
+PRODUCT, ATTENTION, ATTENTION_GRADIENTS = range(3)
 
 
 def takes(op: Op) -> bool:
@@ -77,13 +79,15 @@ def offers(region: Region) -> list[Offer]:
 
 @cache
 def source() -> str:
-    return Path(__file__).with_name("product.h").read_text()
+    """What is compiled, once for products and attention: both are made of the same tiles."""
+    files = ("tiles.h", "product.h", "attention.h", "products.h")
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in files)
 
 
 @cache
 def kernel() -> Candidate:
-    """What runs every product, by sizes that it is told."""
-    return Candidate("product", (), digest(source(), header()), source())
+    """What runs every product and attention, by sizes that it is told."""
+    return Candidate("products", (), digest(source(), header()), source())
 
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
@@ -96,7 +100,7 @@ def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, 
 
 def sizes_of(known: Matrices) -> torch.Tensor:
     """What the kernel is told."""
-    numbers = known.z, known.m, known.n, known.k, *known.left, *known.right, *known.result[:2], known.biased
+    numbers = PRODUCT, known.z, known.m, known.n, known.k, *known.left, *known.right, *known.result[:2], known.biased
     return torch.tensor([int(n) for n in numbers], dtype=torch.int64)
 
 

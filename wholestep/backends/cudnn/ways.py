@@ -133,11 +133,7 @@ def kernel_spec(op: Op, region: Region) -> Spec:
 
 def the_op(region: Region) -> Op | None:
     """The attention, the convolution or the gradient of one that a region is, where it is nothing else."""
-    ops, block = region.ops, region.body.regions[0].block
-    if len(ops) != 1 or region.parts or block.last is None or ops[0].name not in OPS:
-        return None
-    same = list(ops[0].operands) == list(block.arguments) and list(ops[0].results) == list(block.last.operands)
-    return ops[0] if same else None
+    return region.only if region.only is not None and region.only.name in OPS else None
 
 
 def lies_aligned(spec: Spec) -> bool:
