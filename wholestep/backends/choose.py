@@ -378,7 +378,18 @@ class Choices:
 
     def runs_alone(self, name: str) -> bool:
         """Whether somebody may run an op of that name in ATen's place, by the clock."""
-        return self.measure and any(name in p.alone for p in self.providers)
+        return any(name in p.alone for p in self.providers)
+
+    def of_one_op(self, region: Region) -> Chosen | None:
+        """Who runs an op that stands alone; None where that is yet to be decided. ATen where the clock never said
+        otherwise and nothing is timed now."""
+        if self.measure or region.key in self.known:
+            return self.known.get(region.key)
+        kept = None if self.store is None else self.store.get(self.store_key(region.key))
+        if kept is None or kept.versions != self.versions:
+            return Chosen("aten", "aten", None)
+        self.decide([region])
+        return self.known[region.key]
 
     def times(self, regions: Sequence[Region]) -> list[float]:
         """Measured seconds of regions, each by the best guess of the best of the providers, or with `products` by its

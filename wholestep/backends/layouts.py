@@ -181,8 +181,8 @@ class LayoutClock:
             region = region_as_planned(op, self.device)
         else:
             region = region_in(op, True, self.device)
-        able = any(self.choices.takes(each) or self.choices.runs_alone(each.name) for each in region.ops)
-        return region if able else None
+        alone = self.choices.measure and any(self.choices.runs_alone(each.name) for each in region.ops)
+        return region if alone or any(map(self.choices.takes, region.ops)) else None
 
     def leaves(self, op: Op) -> bool:
         """Whether an op is not timed: cuDNN compiles a kernel for every size of a depthwise convolution, which takes

@@ -432,7 +432,7 @@ class _Flattener:
         if len(specs) != len(set(op.operands)):  # (a number of the host, or one tensor twice)
             return "aten", kernel
         region = self.regions.alone(op, specs, kernel.specs, self.device)
-        chosen = self.regions.choices.known.get(region.key)
+        chosen = self.regions.choices.of_one_op(region)
         if chosen is None:
             self.flat.rivals.append(region)
         if chosen is None or chosen.run is None:

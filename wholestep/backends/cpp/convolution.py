@@ -95,13 +95,15 @@ def turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
 def problem_of(op: Op) -> Problem:
     """A sequence is an image of one row."""
     (n, c, *image), (o, _, *kernel), (_, _, *output) = shapes_of(op)
-    sizes = [image, output, kernel, list(op.stride), list(op.padding), list(op.dilation)]
-    alone = (1, 1, 1, 1, 0, 1)  # what one row is to each
-    (h, w), (oh, ow), *window = [
-        (one, *all) if len(all) == 1 else (*all,) for all, one in zip(sizes, alone, strict=True)
-    ]
+
+    def rows(sizes: Sequence[int], alone: int = 1) -> tuple[int, int]:
+        first, last = (alone, *sizes)[-2:]
+        return first, last
+
+    (h, w), (oh, ow) = rows(image), rows(output)
+    window = rows(kernel), rows(op.stride), rows(op.padding, 0), rows(op.dilation)
     bias = op.definition is Conv and op.bias is not None
-    return Problem(PARTS[op.definition], n, c, h, w, o, oh, ow, *window, op.groups > 1, bias)  # type: ignore[arg-type]
+    return Problem(PARTS[op.definition], n, c, h, w, o, oh, ow, *window, op.groups > 1, bias)
 
 
 def takes(op: Op) -> bool:
