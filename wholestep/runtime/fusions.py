@@ -31,6 +31,8 @@ class Kernel:
     launch: int = -1
     function: str = ""
     provider: str = "aten"
+    #: whether nobody runs them as one: then this is what became of the op that the others stand around
+    divided: bool = False
 
 
 def parts_of(planned: Planned | None) -> Iterator[tuple[Planned, Fusion]]:
@@ -50,7 +52,8 @@ def kernels_of(planned: Planned | None) -> list[Kernel]:
         launches = {launch.op: i for i, launch in enumerate(part.plan.launches) if launch.op >= 0}
         for op, sites in fusion.kernels:
             at = launches.get(number.get(op, -1), -1)
-            run = Kernel(sites, at, part.plan.function, part.plan.launches[at].provider)
+            divided = op.callee.name in fusion.divided
+            run = Kernel(sites, at, part.plan.function, part.plan.launches[at].provider, divided)
             found.append(run if at >= 0 else Kernel(sites))
     return found
 
@@ -137,6 +140,8 @@ def in_one_kernel(kernels: Sequence[Kernel], first: set[str], second: set[str]) 
             both = pair(ours, theirs)
             if kernel.launch < 0:
                 return f"{both} could be one kernel, but ATen runs their ops one by one: nobody else does it faster"
+            if kernel.divided:
+                return f"{both} could be one kernel, but nobody runs them as one: {kernel.provider} runs a part"
             where = f"launch {kernel.launch} of {kernel.function}"
             return f"{both} are one kernel of {len(kernel.sites)} ops, {where}, run by {kernel.provider}"
     return ""

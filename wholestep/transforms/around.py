@@ -328,6 +328,7 @@ def divide(function: Op, fusion: Fusion, bodies: Bodies, wanted: Callable[[Op], 
             old.replace_by(mapping[new])
         op.erase()
     fusion.bodies |= made
+    fusion.divided.update(made)
     return made
 
 

@@ -134,6 +134,8 @@ class Fusion:
     #: per op: whose results it reads; and of those that are no part of any kernel, why
     reads: dict[str, list[str]] = field(default_factory=dict)
     apart: dict[str, str] = field(default_factory=dict)
+    #: regions that are parts of what nobody runs as one
+    divided: set[str] = field(default_factory=set)
 
 
 class Fuser:
