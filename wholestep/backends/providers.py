@@ -15,6 +15,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -377,13 +378,12 @@ class Generator(Provider):
         return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        found: dict[str, Launcher | Exception] = {}
-        rest = list(offers)
-        for template in self.written:
-            mine = [o for o in rest if isinstance(o.made, template.Way)]
-            rest = [o for o in rest if o not in mine]
-            found |= template.build(mine, report) if mine else {}
-        return found | (self.generated(rest, report) if rest else {})
+        mine = [(t, [o for o in offers if isinstance(o.made, t.Way)]) for t in self.written]
+        rest = [o for o in offers if not any(o in own for _, own in mine)]
+        found = self.generated(rest, report) if rest else {}
+        for template, own in mine:
+            found |= template.build(own, report) if own else {}
+        return found
 
     def generated(self, offers: Sequence[Offer], report: Progress | None) -> dict[str, Launcher | Exception]:
         ways = [o.made for o in offers if isinstance(o.made, batched.Way)]
@@ -555,11 +555,18 @@ class Cpp(Generator):
     alone = ("step.contract", "step.attention", "step.attention_grad")
 
     def template(self, region: Region) -> Any:
-        asked = (importlib.import_module(f"wholestep.backends.{name}") for name in self.OF_ONE_OP)
+        asked = [t for t in self.written if t.__name__.partition("backends.")[2] in self.OF_ONE_OP]
         return next((t for t in asked if t.runs(region)), None) or super().template(region)
 
     def at_once(self, region: Region) -> bool:
         return self.template(region) is not None
+
+    def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
+        """What templates run, which is long, compiles beside what is generated."""
+        texts = [c for t in self.written if any(isinstance(o.made, t.Way) for o in offers) for c in t.kernels()]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.code.build, texts)
+            return super().build(offers, report)
 
     def absent(self) -> str:
         return self.code.missing()

@@ -15,8 +15,8 @@ import torch
 from ...ir.core import Op
 from ..kernels import Spec
 from ..providers import Launcher, Offer, Progress, Region
+from . import Candidate, product
 from . import build as build_kernels
-from . import product
 from .compiler import digest, working_compiler
 from .product import ATTENTION, ATTENTION_GRADIENTS, PANEL
 
@@ -114,6 +114,11 @@ def way_of(region: Region) -> Way:
 def offers(region: Region) -> list[Offer]:
     way = way_of(region)
     return [Offer("attention", way.key, way.scratch, way)]
+
+
+def kernels() -> list[Candidate]:
+    """What is compiled for this template."""
+    return [product.kernel()]
 
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:

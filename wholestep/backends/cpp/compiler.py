@@ -32,8 +32,8 @@ FLAGS = (
 )
 #: seconds after which a compiler that has not finished is stopped
 TIMEOUT = 120.0
-#: kernels in one unit at most
-UNIT = 12
+#: kernels in one unit at most; one whose text is so long is a unit by itself
+UNIT, LONG = 12, 8000
 HEADER = Path(__file__).with_name("functions.h")
 PROBE = """
 extern "C" float wholestep_probe(const float* x) {
@@ -202,9 +202,11 @@ def build_all(
 
 
 def split(kernels: Sequence[Kernel], workers: int) -> list[list[Kernel]]:
-    """Units of about equal length, at least one per worker where there is enough."""
+    """The long ones, then units of about equal length, at least one per worker where there is enough."""
+    long = [[k] for k in kernels if len(k[1]) > LONG]
+    kernels = [k for k in kernels if len(k[1]) <= LONG]
     if not kernels:
-        return []
+        return long
     count = max(-(-len(kernels) // UNIT), min(workers, -(-len(kernels) // 2)))
     units: list[list[Kernel]] = [[] for _ in range(count)]
     lengths = [0] * count
@@ -212,7 +214,7 @@ def split(kernels: Sequence[Kernel], workers: int) -> list[list[Kernel]]:
         least = lengths.index(min(lengths))
         units[least].append(kernel)
         lengths[least] += len(kernel[1])
-    return units
+    return [*long, *units]
 
 
 def from_cache(name: str, using: Compiler, objects: Objects, loaded: dict[str, ctypes.CDLL | None]) -> Any:

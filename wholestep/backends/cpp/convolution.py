@@ -197,16 +197,21 @@ def source() -> str:
     return Path(__file__).with_name("convolution.h").read_text()
 
 
+def kernels() -> list[Candidate]:
+    """What is compiled for this template."""
+    return [Candidate("convolution", (), digest(source(), header()), source()), product.kernel()]
+
+
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
-    kernels = Candidate("convolution", (), digest(source(), header()), source())
-    made = build_kernels([kernels, product.kernel()], report)
-    built = [made[kernels.key], made[product.kernel().key]]
+    wanted = kernels()
+    made = build_kernels(wanted, report)
+    built = [made[c.key] for c in wanted]
     failed = next((one for one in built if isinstance(one, Exception)), None)
     return {o.key: failed or launcher(o.made, *built) for o in offers}  # type: ignore[arg-type]
 
 
-def launcher(way: Way, kernels: Callable[..., None], products: Callable[..., None]) -> Launcher:
+def launcher(way: Way, images: Callable[..., None], products: Callable[..., None]) -> Launcher:
     """Runs a way on the tensors of its region and its scratch memory."""
     p, (first, second, *bias), result = way.problem, way.operands, way.result
     scratch = result + 1
@@ -214,7 +219,7 @@ def launcher(way: Way, kernels: Callable[..., None], products: Callable[..., Non
         sizes = p.sizes(DEPTHWISE[p.part], way.chunks)
 
         def depthwise(*tensors: torch.Tensor) -> None:
-            kernels(sizes, tensors[first], tensors[second], tensors[result], *tensors[scratch:])
+            images(sizes, tensors[first], tensors[second], tensors[result], *tensors[scratch:])
 
         return depthwise
 
@@ -228,10 +233,10 @@ def launcher(way: Way, kernels: Callable[..., None], products: Callable[..., Non
         if p.part == "input_grad":
             run((image, other, out if windows is None else windows), own)
             if windows is not None:
-                kernels(spread, windows, out)
+                images(spread, windows, out)
             return
         if windows is not None:
-            kernels(spread, image, windows)
+            images(spread, image, windows)
             image = windows
         factors = (other, image) if p.part == "weight_grad" else (image, other)
         run((*factors, *[tensors[b] for b in bias], out), own)

@@ -79,9 +79,14 @@ def source() -> str:
     return Path(__file__).with_name("embedding.h").read_text()
 
 
+def kernels() -> list[Candidate]:
+    """What is compiled for this template."""
+    return [Candidate("embedding gradient", (), digest(source(), header()), source())]
+
+
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
-    kernel = Candidate("embedding gradient", (), digest(source(), header()), source())
+    (kernel,) = kernels()
     built = build_kernels([kernel], report)[kernel.key]
     if isinstance(built, Exception):
         return {o.key: built for o in offers}

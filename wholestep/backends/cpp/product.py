@@ -90,6 +90,11 @@ def kernel() -> Candidate:
     return Candidate("products", (), digest(source(), header()), source())
 
 
+def kernels() -> list[Candidate]:
+    """What is compiled for this template."""
+    return [kernel()]
+
+
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
     built = build_kernels([kernel()], report)[kernel().key]
