@@ -26,7 +26,7 @@ from .capture.reads import all_settings, names_read
 from .capture.slots import Slot
 from .capture.structure import flatten
 from .cost import note_bound
-from .dialects.strides import is_dense
+from .dialects.strides import is_dense, is_laid_out, row_major, same_places
 from .errors import InputError
 from .ir.collector import collector_paused
 from .ir.passes import run_pipeline
@@ -79,7 +79,7 @@ from .transforms import pad as filled_products  # noqa: F401
 from .transforms.fusion_wishes import Wishes, not_fused
 from .transforms.late_updates import late_updates
 from .transforms.layout_prices import Timing, timed_by
-from .transforms.layout_rules import is_convolution
+from .transforms.layout_rules import channels_last, is_convolution
 from .transforms.opportunity import do_nothing, meant, policy_named, possible, take, transform, whatever
 from .transforms.recognise import recognise
 
@@ -468,17 +468,31 @@ def timing_of(
     """What layouts are decided by: measured times, unless nothing may be measured or nobody asks for layouts."""
     options = step.options
     insist = any(FIRST in (meant(pattern) or [FIRST]) for pattern in (*options.recipe, *options.force))
+    # (only on CPUs was it measured that gradients and updates take less time so)
+    lies = {} if device.type != "cpu" else {str(program.function.attributes["sym_name"]): laid_last(program, step)}
     if not options.tune or not options.level:
-        return Timing(why_modelled="tune=False" if options.level else "level=0"), None
+        return Timing(why_modelled="tune=False" if options.level else "level=0", lies=lies), None
     if not (wanted or insist or options.policy) or not any(map(is_convolution, program.module.walk())):
-        return Timing(), None
+        return Timing(lies=lies), None
     if any(meant(pattern) == [FIRST] for pattern in options.forbid):
-        return Timing(why_modelled="forbid= names it"), None
+        return Timing(why_modelled="forbid= names it", lies=lies), None
     choices = choices_of(step, device)
     store = Store(fingerprint(device)) if choices is None or choices.store is None else choices.store
     patience = float("inf") if options.tune == "max" else PATIENCE.get(device.type, 0.0)
     clock = LayoutClock(device, store, choices, machine_of(device), patience, Bar())
-    return Timing(clock, insist), clock
+    return Timing(clock, insist, lies=lies), clock
+
+
+def laid_last(program: Program, step: TrainStep) -> frozenset[int]:
+    """The arguments of a program that lie with channels as neighbours, and not row by row."""
+    found = []
+    for number, (slot, strides) in enumerate(
+        zip(program.slots, argument_strides(program, step, None, {}), strict=True)
+    ):
+        shape = slot.type.shape
+        if strides is not None and len(shape) > 2 and not same_places(shape, strides, row_major(shape)):
+            found += [number] if is_laid_out(shape, strides, channels_last(len(shape))) else []
+    return frozenset(found)
 
 
 def choices_of(step: TrainStep, device: torch.device) -> Choices | None:

@@ -133,11 +133,15 @@ class Decision:
         block = self.function.regions[0].block
         described = self.function.attributes.get("arg_attrs") or [{}] * len(block.arguments)
         name = self.function.attributes["sym_name"]
+        lies = timing_now().lies.get(name, frozenset())
         called = any(op.attributes.get("callee") == name for f in functions(module) for op in f.regions[0].block)
-        for argument, words in zip(block.arguments, described, strict=True):
+        for number, (argument, words) in enumerate(zip(block.arguments, described, strict=True)):
             own = words.get("step.kind") in OWN and not called
-            if self.enter(argument, self.new_node(), None, pin=not own) and own:
+            node, last = self.new_node(), number in lies and not own
+            if self.enter(argument, node, None, pin=not own and not last) and own:
                 self.own.append(argument)
+            if last and argument in self.node:
+                self.pinned.append((node, LAST))
         for op in block:
             if op.definition.terminator:
                 self.finish(op)

@@ -7,7 +7,7 @@ by row, or slower by that and twice what the model says, and a copy costs what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -107,6 +107,8 @@ class Timing:
     insist: bool = False
     #: why there is no clock
     why_modelled: str = "nothing is timed here"
+    #: by function: arguments that lie with channels as neighbours, as a model that was laid out so by its user has them
+    lies: Mapping[str, frozenset[int]] = field(default_factory=dict)
     #: what the clock has said in this compile: each decision asks for what is missing
     known: dict[str, Pair | None] = field(default_factory=dict)
     moved: dict[Move, float | None] = field(default_factory=dict)
@@ -115,7 +117,7 @@ class Timing:
     def looked_at(self) -> Timing:
         """The same for whoever asks afterwards, and changes nothing here; the model where nothing was decided."""
         if not self.verdicts:
-            return Timing()
+            return Timing(lies=self.lies)
         return replace(self, known=dict(self.known), moved=dict(self.moved), verdicts=dict(self.verdicts))
 
 
