@@ -306,6 +306,34 @@ def test_the_step_lays_out_its_batch_and_copies_by_itself() -> None:
     assert [p.phase for p in plan.launches if p.name == "step.layout"].count("forward") == 0
 
 
+def test_weights_that_the_user_has_channels_last_are_updated_so() -> None:
+    """Neither they nor their gradients are turned around, and numbers are eager's."""
+    copies, losses = {}, {}
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model, twin = (resnet().to(memory_format=layout) for _ in range(2))
+        twin.load_state_dict(model.state_dict())
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+        step = ws.compile(model, nn.functional.cross_entropy, optimizers[0], batch(), force=FORCE, tune=False)
+        losses[layout] = [float(step(*batch(seed=seed))) for seed in range(3)]
+        expected = []
+        for seed in range(3):
+            optimizers[1].zero_grad()
+            images, targets = batch(seed=seed)
+            loss = nn.functional.cross_entropy(twin(images), targets)
+            loss.backward()
+            optimizers[1].step()
+            expected.append(float(loss.detach()))
+        assert losses[layout] == pytest.approx(expected, rel=1e-4)
+        assert all(p.is_contiguous(memory_format=layout) for p in model.parameters() if p.dim() == 4)
+        plan = step.plan()
+        four = [
+            p for p in plan.launches if p.name == "step.layout" and plan.buffers[p.reads[0]].type.shape[2:] == (3, 3)
+        ]
+        copies[layout] = Counter(p.phase for p in four)
+    assert copies[torch.contiguous_format]["update"] > 0 and not copies[torch.channels_last]
+
+
 class AtTheEnd(nn.Module):
     """Images that come with channels at the end already."""
 
