@@ -320,6 +320,8 @@ class Generator(Provider):
     package: ClassVar[str]
     #: modules with kernels that were written by hand for one kind of op
     templates: ClassVar[tuple[str, ...]] = ()
+    #: modules beside its package that templates need
+    helpers: ClassVar[tuple[str, ...]] = ()
     #: transforms that write what it generates code from
     written_by: ClassVar[tuple[str, ...]] = ("loops",)
 
@@ -329,9 +331,9 @@ class Generator(Provider):
 
     @cached_property
     def version(self) -> str:  # type: ignore[override]
-        """Of its package, of its templates and of what writes loops."""
+        """Of its package, of its templates with what they need and of what writes loops."""
         here = Path(__file__).parent
-        files = [here / f"{name.replace('.', '/')}.py" for name in self.templates]
+        files = [here / f"{name.replace('.', '/')}.py" for name in (*self.templates, *self.helpers)]
         for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
             files += sorted([*folder.glob("*.py"), *folder.glob("*.h")])
         return version_of([*files, *(here.parent / "transforms" / f"{name}.py" for name in self.written_by)])
@@ -407,8 +409,9 @@ class Cublas(Provider):
 
     @property
     def version(self) -> str:
-        files = Path(cublas_ways.__file__).parent.glob("*.py")
-        return f"{version_of(sorted(files))} {cublas_library.LIBRARY.version()}"
+        home = Path(cublas_ways.__file__).parent
+        files = [*sorted(home.glob("*.py")), home.parent / "matrices.py"]
+        return f"{version_of(files)} {cublas_library.LIBRARY.version()}"
 
     def claims(self, region: Region) -> str:
         return cublas_ways.why_not(region)
@@ -552,6 +555,7 @@ class Cpp(Generator):
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
     templates = ("cpp.convolution", "cpp.embedding", *OF_ONE_OP)
+    helpers = ("convolution_ops", "embedding", "matrices")
     alone = ("step.contract", "step.attention", "step.attention_grad")
 
     def template(self, region: Region) -> Any:
