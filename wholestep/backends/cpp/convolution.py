@@ -29,7 +29,7 @@ from .compiler import digest, header, working_compiler
 #: what the kernels do, by number
 WINDOWS, GATHERED, DEPTHWISE = 0, 1, {"forward": 2, "input_grad": 3, "weight_grad": 4}
 #: bytes of windows written out at most: where images are large, libraries are good
-LARGEST = 8 << 20
+LARGEST = 24 << 20
 #: taps of a depthwise kernel at most
 TAPS = 49
 #: channels that one task of a depthwise kernel takes at most, and how many tasks there should be
