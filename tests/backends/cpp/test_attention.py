@@ -82,14 +82,6 @@ def both(batch, heads, others, rows, keys, width, value_width, causal, scale=0.3
     return (q, k, v, dout), (out, sums), gradients
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_formula(case, threads):
     *_, causal = sizes = CASES[case]

@@ -75,14 +75,6 @@ def run(it, inputs):
     return out
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_is_as_by_pytorch_with_any_number_of_threads(name, threads):
     tokens, rows, columns, padding, *rest = CASES[name]

@@ -72,14 +72,6 @@ def run(spec, operands, result):
     return result
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_contraction(case, threads):
     spec, make, where = CASES[case]
