@@ -320,6 +320,8 @@ class Generator(Provider):
     package: ClassVar[str]
     #: modules with kernels that were written by hand for one kind of op
     templates: ClassVar[tuple[str, ...]] = ()
+    #: the same for ops that stand alone (`alone`): no op is a region for their sake, they are asked where one is
+    lone_templates: ClassVar[tuple[str, ...]] = ()
     #: modules beside its package that templates need
     helpers: ClassVar[tuple[str, ...]] = ()
     #: transforms that write what it generates code from
@@ -333,7 +335,9 @@ class Generator(Provider):
     def version(self) -> str:  # type: ignore[override]
         """Of its package, of its templates with what they need and of what writes loops."""
         here = Path(__file__).parent
-        files = [here / f"{name.replace('.', '/')}.py" for name in (*self.templates, *self.helpers)]
+        files = [
+            here / f"{name.replace('.', '/')}.py" for name in (*self.templates, *self.lone_templates, *self.helpers)
+        ]
         for folder in (here / self.package.partition(".")[0], here.parent / "dialects" / "loop"):
             files += sorted([*folder.glob("*.py"), *folder.glob("*.h")])
         return version_of([*files, *(here.parent / "transforms" / f"{name}.py" for name in self.written_by)])
@@ -346,9 +350,14 @@ class Generator(Provider):
     def written(self) -> list[Any]:
         return [importlib.import_module(f"wholestep.backends.{name}") for name in self.templates]
 
+    @cached_property
+    def lone(self) -> list[Any]:
+        return [importlib.import_module(f"wholestep.backends.{name}") for name in self.lone_templates]
+
     def template(self, region: Region) -> Any:
-        """The template that runs an op of a region, or None."""
-        return next((t for t in self.written for op in region.ops if t.takes(op)), None)
+        """The template that runs a region, or an op of it; or None."""
+        whole = next((t for t in self.lone if t.runs(region)), None)
+        return whole or next((t for t in self.written for op in region.ops if t.takes(op)), None)
 
     def takes(self, op: Op) -> bool:
         return any(t.takes(op) for t in self.written)
@@ -380,7 +389,7 @@ class Generator(Provider):
         return [Offer(c.name, c.key, tuple(c.scratch), c) for c in found]
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        mine = [(t, [o for o in offers if isinstance(o.made, t.Way)]) for t in self.written]
+        mine = [(t, [o for o in offers if isinstance(o.made, t.Way)]) for t in (*self.written, *self.lone)]
         rest = [o for o in offers if not any(o in own for _, own in mine)]
         found = self.generated(rest, report) if rest else {}
         for template, own in mine:
@@ -550,24 +559,21 @@ class Wgmma(Provider):
 class Cpp(Generator):
     """Kernels that we generate for CPUs."""
 
-    #: templates of ops that stand alone
-    OF_ONE_OP = ("cpp.product", "cpp.attention")
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
-    templates = ("cpp.convolution", "cpp.embedding", *OF_ONE_OP)
+    templates = ("cpp.convolution", "cpp.embedding")
+    lone_templates = ("cpp.product", "cpp.attention")
     helpers = ("convolution_ops", "embedding", "matrices")
     alone = ("step.contract", "step.attention", "step.attention_grad")
-
-    def template(self, region: Region) -> Any:
-        asked = [t for t in self.written if t.__name__.partition("backends.")[2] in self.OF_ONE_OP]
-        return next((t for t in asked if t.runs(region)), None) or super().template(region)
 
     def at_once(self, region: Region) -> bool:
         return self.template(region) is not None
 
     def build(self, offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
-        """What templates run, which is long, compiles beside what is generated."""
-        texts = [c for t in self.written if any(isinstance(o.made, t.Way) for o in offers) for c in t.kernels()]
+        """What templates run, which is long, compiles beside what is generated; what fails there is told by whoever
+        asks for it then."""
+        asked = [t for t in (*self.written, *self.lone) if any(isinstance(o.made, t.Way) for o in offers)]
+        texts = [c for t in asked for c in t.kernels()]
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self.code.build, texts)
             return super().build(offers, report)

@@ -138,6 +138,16 @@ def test_one_broken_kernel_does_not_stop_others(cache):
 
 
 @needs_compiler
+def test_long_kernels_are_units_by_themselves():
+    """They compile while the others do."""
+    long = [(f"long_{i}", "x" * (compiling.LONG + 1)) for i in range(2)]
+    short = [(f"short_{i}", "x" * 100) for i in range(5)]
+    units = compiling.split([*short, *long], 2)
+    assert units[:2] == [[kernel] for kernel in long] and len(units) == 4
+    assert sorted(kernel for unit in units[2:] for kernel in unit) == short
+    assert compiling.split(long, 2) == [[kernel] for kernel in long] and compiling.split([], 2) == []
+
+
 def test_built_once(cache, compiled):
     first, second = candidates_of(case(), case("tanh"))
     again = candidates_of(case())[0]

@@ -1,7 +1,7 @@
 """Attention and its gradients in f32 on CPUs, as a template of the provider `cpp`: made of the tiles of products.
 
 No score is ever in memory: a thread has those of some rows in its cache, and all products there are ours. PyTorch's
-kernel calls MKL for each of them (`product.py`) and makes its results in memory of its own, from where they are copied.
+kernel makes its results in memory of its own, from where they are copied. The two compete by the clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ...ir.core import Op
 from ..kernels import Spec
 from ..providers import Launcher, Offer, Progress, Region
 from . import Candidate, product
@@ -25,13 +24,8 @@ WIDEST, LONGEST = 256, 32_000
 OPS = ("step.attention", "step.attention_grad")
 
 
-def takes(op: Op) -> bool:
-    """An attention is no region for the sake of this template: it is asked where one stands alone."""
-    return False
-
-
 def runs(region: Region) -> bool:
-    """Whether a region is one that is asked for here."""
+    """Whether a region is one of these and nothing else."""
     return region.only is not None and region.only.name in OPS
 
 

@@ -1,7 +1,7 @@
 """Matrix products of f32 on CPUs, as a template of the provider `cpp`: tiles in registers, factors side by side.
 
-PyTorch's come from MKL, which on processors of other makers than its own leaves half of their vectors unused. These
-compete by the clock wherever a contraction stands alone, and in the convolutions that are products (`convolution.py`).
+PyTorch's come from MKL, which was half as fast on an AMD processor (bench/results/kernels_cpu.md). These compete by the
+clock wherever a contraction stands alone, and in the convolutions that are products (`convolution.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from ...ir.core import Op
 from ..kernels import Spec
 from ..matrices import Matrices, NotMatrices, matrices_of, the_product
 from ..providers import Launcher, Offer, Progress, Region
@@ -28,13 +27,8 @@ DEPTH, PANELS, PANEL = 512, 128, 32
 PRODUCT, ATTENTION, ATTENTION_GRADIENTS = range(3)
 
 
-def takes(op: Op) -> bool:
-    """A contraction is no region for the sake of this template: it is asked where one stands alone."""
-    return False
-
-
 def runs(region: Region) -> bool:
-    """Whether a region is one that is asked for here."""
+    """Whether a region is one of these and nothing else."""
     return the_product(region) is not None
 
 
