@@ -239,6 +239,12 @@ def totals_beside_columns(b: StepBuilder, x: Any, old: Any) -> list[Any]:
     return [b.add(b.sum(b.mul(y, y), dims=(0, 1)), old), b.sum(y, dims=(0,))]
 
 
+def done_before_the_sums(b: StepBuilder, x: Any, old: Any, y: Any) -> list[Any]:
+    """Numbers per column that do not wait for sums of columns, to which others are added when these are over."""
+    twice = b.mul(y, 2.0)
+    return [b.add(b.sum(x, dims=(0,)), old), twice, b.mul(x, b.reshape(twice, shape=(1, 4)))]
+
+
 TARGETS = torch.tensor([2, 0, 3])
 
 
@@ -279,6 +285,9 @@ KERNELS: dict[str, tuple[list[torch.Tensor], Any, list[set[int]]]] = {
         [f64(3, 4), f64()], lambda b, x, y: b.add(b.sum(b.softmax(x, dim=1), dims=(0, 1)), y), [{1}]
     ),
     "a total beside sums of columns": ([f64(3, 4), f64()], totals_beside_columns, [set(), set()]),
+    "numbers per column before sums of columns": (
+        [f64(3, 4), f64(4), f64(4)], done_before_the_sums, [{1}, set(), {0}]
+    ),
     "a loss and its gradient": ([f64(3, 4), TARGETS], loss_and_gradient, [set(), {0}]),
     "a smoothed loss and its gradient": (
         [f64(3, 4), TARGETS],

@@ -264,12 +264,14 @@ def is_of_its_row(facts: Facts, load: Op, spec: Spec, stored: Sequence[int], wal
 def is_over_before(facts: Facts, store: Op, loads: Sequence[Op], in_last_walk: bool) -> bool:
     """Whether nobody reads an element any more when one is stored there after the reduction of all other dimensions.
 
-    All that comes of these loads must be stored after such reductions, and none of their walks come later. What
-    finishes sums over all rows runs once for each point that any of them keeps.
+    The element itself must be stored after such reductions, and all that comes of these loads as well; none of their
+    walks come later. What finishes sums over all rows runs once for each point that any of them keeps.
     """
     walk, dims, behind = facts.walk, facts.dims, facts.behind
     everything = {d for d, n in enumerate(walk.sizes) if n > 1}
     walked = stored_along(store)
+    if not everything - walked <= behind[store]:
+        return False
     if store in walk.after and any(not everything - walked <= set(op.attributes["dims"]) for op in walk.across):
         return False
     found: dict[Op, None] = {}
