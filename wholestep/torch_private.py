@@ -201,6 +201,31 @@ def graphs_without_code() -> Any:
 
 
 @contextmanager
+def grouped_products_of_any_type() -> Iterator[None]:
+    """Grouped products of float32 can be traced: torch runs them, and knows the shape of 16-bit ones alone."""
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    operator = torch.ops.aten._grouped_mm.default
+
+    def shaped(mode: Any, func: Any, x: Any, y: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        if x.dim() == 2:
+            shape = (x.shape[0], y.shape[2]) if y.dim() == 3 else (offs.shape[0], x.shape[0], y.shape[1])
+        else:
+            shape = (x.shape[1], y.shape[1]) if y.dim() == 2 else (*x.shape[:2], y.shape[2])
+        return x.new_empty(shape, dtype=out_dtype)
+
+    before = op_implementations_dict.get(operator)
+    op_implementations_dict[operator] = shaped
+    try:
+        yield
+    finally:
+        if before is None:
+            del op_implementations_dict[operator]
+        else:
+            op_implementations_dict[operator] = before
+
+
+@contextmanager
 def silent_fakes() -> Iterator[None]:
     """Fake tensors that refuse a call raise, and do not write to the log as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -824,6 +824,19 @@ irdl.dialect @step {
     irdl.results(dx: %c5, dw: %c6, db: %c7)
     irdl.attributes { "groups" = %c8 }
   }
+  irdl.operation @grouped_contract {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "!builtin.tensor"
+    %c3 = irdl.base "!builtin.tensor"
+    %c4 = irdl.is "mk,gkn->mn"
+    %c5 = irdl.is "mk,gnk->mn"
+    %c6 = irdl.is "mk,mn->gkn"
+    %c7 = irdl.any_of(%c4, %c5, %c6)
+    irdl.operands(lhs: %c0, rhs: %c1, ends: %c2)
+    irdl.results(y: %c3)
+    irdl.attributes { "spec" = %c7 }
+  }
   irdl.operation @gt {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"

@@ -75,6 +75,9 @@ def neutral_inputs(region: Region, positive: bool) -> list[torch.Tensor]:
         elif op.name == "step.cross_entropy_grad" and op.logsumexp in arguments and region.device.type == "cpu":
             total = computed(region, op.x, found).float().logsumexp(class_dim(op.x.type))  # as ATen, which reads none
             found[arguments.index(op.logsumexp)].copy_(total)
+        elif op.name == "step.grouped_contract" and op.ends in arguments:
+            groups, rows = op.ends.type.shape[0], op.lhs.type.shape[0]
+            found[arguments.index(op.ends)].copy_(torch.arange(1, groups + 1) * rows // max(groups, 1))
         elif op.name == "step.attention_grad":
             give_what_forward_makes(region, op, found)
         elif op.name == "step.embedding_grad" and op.indices in arguments and len(op.indices.uses) == 1:

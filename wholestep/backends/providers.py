@@ -562,9 +562,9 @@ class Cpp(Generator):
     name, package, devices = "cpp", "cpp", ("cpu",)
     batching = "cpp.batches"
     templates = ("cpp.convolution", "cpp.embedding")
-    lone_templates = ("cpp.product", "cpp.attention")
+    lone_templates = ("cpp.product", "cpp.grouped", "cpp.attention")
     helpers = ("convolution_ops", "embedding", "matrices")
-    alone = ("step.contract", "step.attention", "step.attention_grad")
+    alone = ("step.contract", "step.grouped_contract", "step.attention", "step.attention_grad")
 
     def at_once(self, region: Region) -> bool:
         return self.template(region) is not None

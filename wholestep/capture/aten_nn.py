@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..dialects.step import StepBuilder, normalize_dim
+from ..dialects.step import StepBuilder, normalize_dim, torch_dtype
+from ..dialects.step.grouped import ROWS, SUMS, TURNED
 from ..ir.core import Value
 from ..ir.types import BOOL, TensorType
 from .aten_pointwise import reduce_loss
@@ -81,6 +82,30 @@ def _baddbmm(imp, addend, x, y, beta=1, alpha=1):
 @aten("addmv")
 def _addmv(imp, addend, x, y, beta=1, alpha=1):
     return _plus(imp, addend, x, y, beta, alpha, "mk,k->m")
+
+
+@aten("_grouped_mm", "transformers.grouped_mm_fallback.default")
+def _grouped_mm(imp, x, y, offs=None, bias=None, out_dtype=None):
+    b = imp.b
+    if bias is not None or out_dtype not in (None, torch_dtype(x.type.element)):
+        return NotImplemented
+    if offs is None:
+        return matmul(b, x, y)
+    if y.type.rank == 3:
+        return by_matrices(b, x, y, offs)
+    turned = b.transpose(x, order=(1, 0) if x.type.rank == 2 else (0, 2, 1))
+    if x.type.rank == 2:
+        return b.grouped_contract(turned, y, offs, spec=SUMS)
+    columns = by_matrices(b, b.transpose(y, order=(1, 0)), turned, offs)
+    return b.transpose(columns, order=(1, 0))
+
+
+def by_matrices(b: StepBuilder, x: Value, matrices: Value, ends: Value) -> Value:
+    """Rows by the matrix of their group; matrices that were turned around are read as they lie."""
+    made = matrices.op
+    if made is not None and made.name == "step.transpose" and tuple(made.order) == (0, 2, 1):
+        return b.grouped_contract(x, made.operands[0], ends, spec=TURNED)
+    return b.grouped_contract(x, matrices, ends, spec=ROWS)
 
 
 @aten("outer", "ger")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, InputError, WholestepError
-from ..torch_private import graphs_without_code
+from ..torch_private import graphs_without_code, grouped_products_of_any_type
 from .cumulative import cumulative_statistics
 from .custom_functions import AppliedFunction, traced_functions
 from .explain import explain, forward_line, refuse, user_line
@@ -193,6 +193,7 @@ def export(model: nn.Module, loss_fn: Any, batch: Any, exporting: bool = False) 
                     graphs_without_code(),
                     cumulative_statistics(),
                     without_value_checks(),
+                    grouped_products_of_any_type(),
                     reads_of_modules(paths) as reads,
                 ):
                     reads.keep(read.value for read in names)

@@ -22,12 +22,13 @@ from ..dialects.step.attention import AttentionBackward, AttentionLike
 from ..dialects.step.contraction import Contract
 from ..dialects.step.control import MicroBatches, root_of
 from ..dialects.step.convolution import ConvolutionLike
+from ..dialects.step.grouped import GroupedContract
 from ..dialects.step.indexing import Embedding, EmbeddingGrad
 from ..ir.builtin import lookup
 from ..ir.core import Op, Value
 from ..transforms.regions import base
 
-HEAVY = (Contract, ConvolutionLike, AttentionLike, Embedding, EmbeddingGrad)
+HEAVY = (Contract, GroupedContract, ConvolutionLike, AttentionLike, Embedding, EmbeddingGrad)
 #: attribute of the function of a step
 NOTED = "step.bound"
 #: kinds of arguments that the update reads and writes, and of what it only writes

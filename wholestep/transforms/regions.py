@@ -295,10 +295,10 @@ class Bodies:
 
 #: ops that walk images, whatever these are views of
 IMAGES = frozenset(("step.conv", "step.conv_input_grad", "step.conv_weight_grad"))
-#: ops whose loop form exists but which libraries do better: they are joined with others only by measurement
+#: ops that libraries run, though some have a loop form: those are joined with others only by measurement
 ANCHORS = frozenset(
     f"step.{n}"
-    for n in ("attention", "attention_grad", "attention_mask_grad", "contract")
+    for n in ("attention", "attention_grad", "attention_mask_grad", "contract", "grouped_contract")
     + ("conv", "conv_input_grad", "conv_weight_grad")
 )
 ELEMENTS = ("f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "ui8", "i1")

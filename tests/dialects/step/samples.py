@@ -189,6 +189,10 @@ sample(
     given=(0,),
     result_types=[TensorType((3, 3), F64)],
 )
+for ends in ([2, 2, 7], [0, 4, 5], [9, 9, 9]):
+    sample("grouped_contract", randn(9, 4), randn(3, 4, 5, seed=1), torch.tensor(ends), spec="mk,gkn->mn")
+    sample("grouped_contract", randn(9, 4), randn(3, 5, 4, seed=1), torch.tensor(ends), spec="mk,gnk->mn")
+    sample("grouped_contract", randn(9, 4), randn(9, 5, seed=1), torch.tensor(ends), spec="mk,mn->gkn")
 
 # ---- neural networks -------------------------------------------------------------------------------------------------
 

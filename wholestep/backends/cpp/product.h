@@ -44,13 +44,7 @@ static void tiles_of(const Product& s, const Piece& at, const float* left, const
   }
 }
 
-static void product(void** tensors) {
-  const Product& s = *(const Product*)tensors[0];
-  const float* const left = (const float*)tensors[1];
-  const float* const right = (const float*)tensors[2];
-  float* const result = (float*)tensors[3];
-  float* const panels = (float*)tensors[4];
-  const float* const bias = s.biased ? (const float*)tensors[5] : nullptr;
+static void multiply(const Product& s, const float* left, const float* right, float* result, float* panels, const float* bias) {
   const i64 across = (s.n + PANEL - 1) / PANEL, parts = (s.k + DEPTH - 1) / DEPTH;
   const i64 width = least(across, PANELS), batches = least(s.z, PANELS / width);
 #pragma omp parallel
@@ -71,4 +65,10 @@ static void product(void** tensors) {
 #pragma omp barrier
         }
   }
+}
+
+static void product(void** tensors) {
+  const Product& s = *(const Product*)tensors[0];
+  const float* const bias = s.biased ? (const float*)tensors[5] : nullptr;
+  multiply(s, (const float*)tensors[1], (const float*)tensors[2], (float*)tensors[3], (float*)tensors[4], bias);
 }

@@ -24,7 +24,7 @@ from .compiler import digest, header, working_compiler
 #: columns that a panel has
 DEPTH, PANELS, PANEL = 512, 128, 32
 #: what is to be done, as in `products.h`
-PRODUCT, ATTENTION, ATTENTION_GRADIENTS = range(3)
+PRODUCT, ATTENTION, ATTENTION_GRADIENTS, GROUPED = range(4)
 
 
 def runs(region: Region) -> bool:
@@ -73,8 +73,8 @@ def offers(region: Region) -> list[Offer]:
 
 @cache
 def source() -> str:
-    """What is compiled, once for products and attention: both are made of the same tiles."""
-    files = ("tiles.h", "product.h", "attention.h", "products.h")
+    """What is compiled, once for products, of groups as well, and attention: all are made of the same tiles."""
+    files = ("tiles.h", "product.h", "grouped.h", "attention.h", "products.h")
     return "\n".join(Path(__file__).with_name(name).read_text() for name in files)
 
 

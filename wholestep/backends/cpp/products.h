@@ -4,6 +4,7 @@ extern "C" int kernel_name(void** tensors) {
   const i64 what = *(const i64*)tensors[0];
   if (what == 0) product(tensors);
   else if (what == 1) attention(tensors);
-  else attention_gradients(tensors);
+  else if (what == 2) attention_gradients(tensors);
+  else grouped(tensors);
   return 0;
 }
