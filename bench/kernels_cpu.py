@@ -1,8 +1,9 @@
-"""Our matrix products and attention for CPUs against PyTorch's: each compared with float64 first, then timed in turns.
+"""Our products, alone and per group, and attention on CPUs beside PyTorch's: checked by float64, then timed in turns.
 
 Products: MKL is what `torch.mm` calls; oneDNN is what PyTorch's linear layers may call instead, which it does for 16
-bits only (its time includes a result of its own). Attention: PyTorch's fused kernel, forward and backward, without the
-copies that a plan would need. `python bench/kernels_cpu.py --out FILE.md`.
+bits only (its time includes a result of its own). Products per group: PyTorch's is one by MKL for each. Attention:
+PyTorch's fused kernel, forward and backward, without the copies that a plan would need. `python bench/kernels_cpu.py
+--out FILE.md`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from wholestep.backends.cpp import attention, product  # noqa: E402
+from wholestep.backends.cpp import attention, grouped, product  # noqa: E402
 from wholestep.backends.kernels import Spec  # noqa: E402
 from wholestep.backends.providers import Region, op_by_op  # noqa: E402
 from wholestep.bench.results import machine_name  # noqa: E402
-from wholestep.dialects.step import StepBuilder  # noqa: E402
+from wholestep.dialects.step import StepBuilder, tensor_type  # noqa: E402
+from wholestep.dialects.step.grouped import ROWS, SUMS, TURNED  # noqa: E402
 from wholestep.ir.builtin import add_function, finish_function, module  # noqa: E402
-from wholestep.ir.types import F32, TensorType  # noqa: E402
 
 ROUNDS = 25
 #: what a linear layer of 512 tokens does, forward and both gradients: rows, columns, terms, and how the factors lie
@@ -43,6 +45,8 @@ ATTENTIONS = [
     (1, 12, 12, 512, 64, False),
     (1, 8, 8, 1024, 64, True),
 ]
+#: experts, rows of each, and the widths of their matrices
+GROUPS = [(8, 128, 1024, 256), (8, 128, 256, 1024), (64, 16, 512, 256), (16, 8, 1024, 1024)]
 Ways = dict[str, Callable[[], object]]
 
 
@@ -56,12 +60,12 @@ def region_of(
     kind: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor], **options: object
 ) -> Region:
     """One op as a region by itself."""
-    function = add_function(module(), "one", [TensorType(tuple(x.shape), F32) for x in operands])
+    function = add_function(module(), "one", [tensor_type(x) for x in operands])
     block = function.regions[0].block
     builder = StepBuilder(block)
     given = list(block.arguments)
-    made = getattr(builder, kind)(*given, *([] if kind == "contract" else [None]), **options)
-    finish_function(function, [made] if kind == "contract" else list(made))
+    made = getattr(builder, kind)(*given, *([None] if kind.startswith("attention") else []), **options)
+    finish_function(function, list(made) if kind.startswith("attention") else [made])
     specs = [Spec(tuple(x.shape), x.stride(), x.dtype) for x in (*operands, *results)]
     return Region(function, None, tuple(specs[: len(operands)]), tuple(specs[len(operands) :]), torch.device("cpu"))
 
@@ -113,6 +117,34 @@ def products() -> list[str]:
     return rows
 
 
+def groups() -> list[str]:
+    rows = [
+        "| product per group | groups, rows of each, n, k | PyTorch | ours | GFLOP/s | PyTorch / ours |",
+        "|---|---|---|---|---|---|",
+    ]
+    for count, each, n, k in GROUPS:
+        x, dy, w = torch.randn(count * each, k), torch.randn(count * each, n), torch.randn(count, n, k)
+        ends = torch.arange(1, count + 1, dtype=torch.int32) * each
+        a, b = x.double().view(count, each, k), dy.double().view(count, each, n)
+        cases = [
+            ("forward", TURNED, (x, w), (a @ w.double().mT).view(-1, n)),
+            ("input gradient", ROWS, (dy, w), (b @ w.double()).view(-1, k)),
+            ("weight gradient", SUMS, (dy, x), b.mT @ a),
+        ]
+        for kind, spec, (left, right), expected in cases:
+            made = torch.empty(expected.shape)
+            region = region_of("grouped_contract", [left, right, ends], [made], spec=spec)
+            run = ours(grouped, region, [left, right, ends, made])
+            run()
+            check(made, expected, f"{kind} {count, each, n, k}")
+            given = left.t() if spec == SUMS else left, right.mT if spec == TURNED else right
+            us = in_turns({"PyTorch": lambda g=given, e=ends: F.grouped_mm(*g, offs=e), "ours": run})  # type: ignore[misc]
+            theirs, own = us.values()
+            speed = f"{2e-3 * count * each * n * k / own:.0f} | {theirs / own:.2f}"
+            rows.append(f"| {kind} | {count}, {each}, {n}, {k} | {theirs:.0f} | {own:.0f} | {speed} |")
+    return rows
+
+
 def attentions() -> list[str]:
     rows = [
         "| batch, heads, of keys, rows, columns | | PyTorch | ours | ratio | gradients: PyTorch | ours | ratio |",
@@ -160,7 +192,7 @@ def main() -> None:
         f"{machine_name('cpu', torch.get_num_threads())}; torch {torch.__version__}, Python {sys.version.split()[0]}"
     )
     head = f"`python bench/kernels_cpu.py`, {where}; microseconds, medians of {ROUNDS}, in turns, float32."
-    text = "\n".join([head, "", *products(), "", *attentions(), ""])
+    text = "\n".join([head, "", *products(), "", *groups(), "", *attentions(), ""])
     print(text)
     if args.out:
         args.out.write_text(text)

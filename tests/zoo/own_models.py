@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .entry import Batch, Entry
+from .sizes import sized
 
-VOCAB, SEQ, BATCH, WIDTH, IMAGE, CLASSES = 99, 16, 2, 32, 32, 5
+VOCAB, SEQ, BATCH, WIDTH, IMAGE, CLASSES = sized((99, 16, 2, 32, 32, 5), (4000, 48, 8, 128, 64, 50))
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

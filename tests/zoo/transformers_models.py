@@ -13,8 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from .entry import Batch, Entry
+from .sizes import sized
 
-VOCAB, SEQ, BATCH, HIDDEN, LAYERS, HEADS, INNER, IMAGE, CLASSES = 99, 16, 2, 32, 2, 4, 64, 32, 5
+VOCAB, SEQ, BATCH = sized((99, 16, 2), (4000, 128, 4))
+HIDDEN, LAYERS, HEADS, INNER = sized((32, 2, 4, 64), (256, 4, 4, 1024))
+IMAGE, CLASSES = sized((32, 5), (64, 50))
+POSITIONS, HEAD, WINDOW = sized((64, 8, 8), (256, 64, 64))
+#: channels of convolutional networks with two and three stages, and of one layer of the smallest
+STAGES, WIDTHS, DEPTHS, WIDTH = sized(
+    ([16, 32], [16, 24, 32], [1, 1, 2], 16), ([128, 256], [64, 128, 256], [2, 2, 4], 64)
+)
 
 TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -22,7 +30,7 @@ TEXT: dict[str, Any] = dict(
     num_hidden_layers=LAYERS,
     num_attention_heads=HEADS,
     intermediate_size=INNER,
-    max_position_embeddings=64,
+    max_position_embeddings=POSITIONS,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
@@ -149,7 +157,8 @@ def tagging_batch() -> Batch:
 
 def span_batch() -> Batch:
     """Question answering: where the answer starts and ends."""
-    return dict(input_ids=tokens(), start_positions=torch.tensor([1, 3]), end_positions=torch.tensor([4, 9]))
+    starts, ends = torch.tensor([1, 3] * (BATCH // 2)), torch.tensor([4, 9] * (BATCH // 2))
+    return dict(input_ids=tokens(), start_positions=starts, end_positions=ends)
 
 
 def pair_batch() -> Batch:
@@ -224,7 +233,7 @@ LM, ENC, ED, CONV, VIT, AUDIO = (
 MOE, SSM, MULTI = "mixture of experts", "state space", "multimodal"
 
 GPT2: dict[str, Any] = dict(
-    vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=64, bos_token_id=1, eos_token_id=2
+    vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=POSITIONS, bos_token_id=1, eos_token_id=2
 )
 BART: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -235,7 +244,7 @@ BART: dict[str, Any] = dict(
     decoder_attention_heads=HEADS,
     encoder_ffn_dim=INNER,
     decoder_ffn_dim=INNER,
-    max_position_embeddings=64,
+    max_position_embeddings=POSITIONS,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
@@ -245,7 +254,7 @@ BART: dict[str, Any] = dict(
 T5: dict[str, Any] = dict(
     vocab_size=VOCAB,
     d_model=HIDDEN,
-    d_kv=8,
+    d_kv=HEAD,
     d_ff=INNER,
     num_layers=LAYERS,
     num_decoder_layers=LAYERS,
@@ -273,21 +282,22 @@ DECODERS = [
     entry("gpt2", LM, "GPT2LMHeadModel", "GPT2Config", GPT2, causal_batch, note="tied weights"),
     entry("gpt2-eager", LM, "GPT2LMHeadModel", "GPT2Config", GPT2, padded_causal_batch, attention="eager"),
     entry("gpt-neo", LM, "GPTNeoForCausalLM", "GPTNeoConfig", dict(vocab_size=VOCAB, hidden_size=HIDDEN,
-        num_layers=LAYERS, num_heads=HEADS, max_position_embeddings=64, attention_types=[[["global", "local"], 1]],
-        window_size=8, bos_token_id=1, eos_token_id=2), causal_batch),
+        num_layers=LAYERS, num_heads=HEADS, max_position_embeddings=POSITIONS,
+        attention_types=[[["global", "local"], LAYERS // 2]], window_size=8, bos_token_id=1, eos_token_id=2),
+        causal_batch),
     entry("gpt-neox", LM, "GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, causal_batch),
     entry("gptj", LM, "GPTJForCausalLM", "GPTJConfig", dict(GPT2, rotary_dim=4), causal_batch),
     entry("gpt-bigcode", LM, "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2, causal_batch),
     entry("llama", LM, "LlamaForCausalLM", "LlamaConfig", GROUPED, causal_batch),
     entry("llama-eager", LM, "LlamaForCausalLM", "LlamaConfig", GROUPED, padded_causal_batch, attention="eager"),
-    entry("mistral", LM, "MistralForCausalLM", "MistralConfig", dict(GROUPED, sliding_window=8), causal_batch),
+    entry("mistral", LM, "MistralForCausalLM", "MistralConfig", dict(GROUPED, sliding_window=WINDOW), causal_batch),
     entry("qwen2", LM, "Qwen2ForCausalLM", "Qwen2Config", GROUPED, causal_batch),
-    entry("qwen3", LM, "Qwen3ForCausalLM", "Qwen3Config", dict(GROUPED, head_dim=8), causal_batch),
-    entry("gemma", LM, "GemmaForCausalLM", "GemmaConfig", dict(GROUPED, head_dim=8), causal_batch,
+    entry("qwen3", LM, "Qwen3ForCausalLM", "Qwen3Config", dict(GROUPED, head_dim=HEAD), causal_batch),
+    entry("gemma", LM, "GemmaForCausalLM", "GemmaConfig", dict(GROUPED, head_dim=HEAD), causal_batch,
         note="tied weights"),
-    entry("gemma2", LM, "Gemma2ForCausalLM", "Gemma2Config", dict(GROUPED, head_dim=8, sliding_window=8),
+    entry("gemma2", LM, "Gemma2ForCausalLM", "Gemma2Config", dict(GROUPED, head_dim=HEAD, sliding_window=WINDOW),
         causal_batch, note="tied weights"),
-    entry("gemma3", LM, "Gemma3ForCausalLM", "Gemma3TextConfig", dict(GROUPED, head_dim=8, sliding_window=8),
+    entry("gemma3", LM, "Gemma3ForCausalLM", "Gemma3TextConfig", dict(GROUPED, head_dim=HEAD, sliding_window=WINDOW),
         causal_batch, note="tied weights"),
     entry("phi", LM, "PhiForCausalLM", "PhiConfig", TEXT, causal_batch),
     entry("phi3", LM, "Phi3ForCausalLM", "Phi3Config", GROUPED, causal_batch),
@@ -295,7 +305,7 @@ DECODERS = [
     entry("stablelm", LM, "StableLmForCausalLM", "StableLmConfig", GROUPED, causal_batch),
     entry("cohere", LM, "CohereForCausalLM", "CohereConfig", GROUPED, causal_batch),
     entry("opt", LM, "OPTForCausalLM", "OPTConfig", dict(vocab_size=VOCAB, hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, ffn_dim=INNER, max_position_embeddings=64,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, ffn_dim=INNER, max_position_embeddings=POSITIONS,
         word_embed_proj_dim=HIDDEN, pad_token_id=0, bos_token_id=1, eos_token_id=2), causal_batch,
         note="layer drop in Python"),
     entry("bloom", LM, "BloomForCausalLM", "BloomConfig", dict(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS,
@@ -304,10 +314,10 @@ DECODERS = [
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, pad_token_id=0, bos_token_id=1, eos_token_id=2),
         causal_batch, note="multi-query attention"),
     entry("mpt", LM, "MptForCausalLM", "MptConfig", dict(vocab_size=VOCAB, d_model=HIDDEN, n_layers=LAYERS,
-        n_heads=HEADS, expansion_ratio=2, max_seq_len=64), causal_batch, note="ALiBi"),
+        n_heads=HEADS, expansion_ratio=2, max_seq_len=POSITIONS), causal_batch, note="ALiBi"),
     entry("codegen", LM, "CodeGenForCausalLM", "CodeGenConfig", dict(GPT2, rotary_dim=4), causal_batch),
     entry("xglm", LM, "XGLMForCausalLM", "XGLMConfig", dict(vocab_size=VOCAB, d_model=HIDDEN, num_layers=LAYERS,
-        attention_heads=HEADS, ffn_dim=INNER, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+        attention_heads=HEADS, ffn_dim=INNER, max_position_embeddings=POSITIONS, pad_token_id=0, bos_token_id=1,
         eos_token_id=2), causal_batch, note="layer drop in Python"),
     entry("ctrl", LM, "CTRLLMHeadModel", "CTRLConfig", dict(GPT2, dff=INNER), causal_batch),
     entry("xlnet", LM, "XLNetLMHeadModel", "XLNetConfig", dict(vocab_size=VOCAB, d_model=HIDDEN, n_layer=LAYERS,
@@ -325,7 +335,7 @@ ENCODERS = [
         null_gradients=("qa_outputs.bias", "*.layer.1.output.LayerNorm.bias")),
     entry("roberta", ENC, "RobertaForMaskedLM", "RobertaConfig", TEXT, masked_batch),
     entry("distilbert", ENC, "DistilBertForMaskedLM", "DistilBertConfig", dict(vocab_size=VOCAB, dim=HIDDEN,
-        n_layers=LAYERS, n_heads=HEADS, hidden_dim=INNER, max_position_embeddings=64), masked_batch),
+        n_layers=LAYERS, n_heads=HEADS, hidden_dim=INNER, max_position_embeddings=POSITIONS), masked_batch),
     entry("albert", ENC, "AlbertForMaskedLM", "AlbertConfig", dict(TEXT, embedding_size=16), masked_batch,
         note="layers share weights"),
     entry("electra", ENC, "ElectraForMaskedLM", "ElectraConfig", dict(TEXT, embedding_size=16), masked_batch),
@@ -337,7 +347,7 @@ ENCODERS = [
     entry("mobilebert", ENC, "MobileBertForMaskedLM", "MobileBertConfig", dict(TEXT, embedding_size=16,
         intra_bottleneck_size=16, hidden_size=HIDDEN, true_hidden_size=16, num_feedforward_networks=2), masked_batch),
     entry("fnet", ENC, "FNetForMaskedLM", "FNetConfig", dict(vocab_size=VOCAB, hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS, intermediate_size=INNER, max_position_embeddings=64, tpu_short_seq_length=SEQ,
+        num_hidden_layers=LAYERS, intermediate_size=INNER, max_position_embeddings=POSITIONS, tpu_short_seq_length=SEQ,
         pad_token_id=0), causal_batch, note="complex FFT instead of attention"),
     entry("squeezebert", ENC, "SqueezeBertForMaskedLM", "SqueezeBertConfig", dict(TEXT, embedding_size=HIDDEN),
         masked_batch, note="grouped 1x1 convolutions"),
@@ -347,7 +357,7 @@ ENCODERS = [
     entry("esm", ENC, "EsmForMaskedLM", "EsmConfig", dict(TEXT, mask_token_id=3, position_embedding_type="rotary"),
         masked_batch, note="protein language model"),
     entry("canine", ENC, "CanineForSequenceClassification", "CanineConfig", dict(TEXT, num_hash_functions=4,
-        num_hash_buckets=16, local_transformer_stride=8, downsampling_rate=4, upsampling_kernel_size=3,
+        num_hash_buckets=sized(16, 256), local_transformer_stride=8, downsampling_rate=4, upsampling_kernel_size=3,
         num_labels=CLASSES), sentence_batch, note="characters, hashed embeddings"),
     entry("convbert", ENC, "ConvBertForMaskedLM", "ConvBertConfig", dict(TEXT, embedding_size=16, conv_kernel_size=3,
         head_ratio=2), masked_batch, note="dynamic convolution"),
@@ -371,36 +381,36 @@ ENCODER_DECODERS = [
     entry("prophetnet", ED, "ProphetNetForConditionalGeneration", "ProphetNetConfig", dict(vocab_size=VOCAB,
         hidden_size=HIDDEN, encoder_ffn_dim=INNER, decoder_ffn_dim=INNER, num_encoder_layers=LAYERS,
         num_decoder_layers=LAYERS, num_encoder_attention_heads=HEADS, num_decoder_attention_heads=HEADS,
-        max_position_embeddings=64, ngram=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        max_position_embeddings=POSITIONS, ngram=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=0), shifted_pair_batch, note="predicts two tokens ahead"),
 ]
 
 VISION_CONVS = [
-    entry("resnet", CONV, "ResNetForImageClassification", "ResNetConfig", dict(embedding_size=16, hidden_sizes=[16,
-        32], depths=[1, 2], layer_type="bottleneck", num_labels=CLASSES), image_batch),
-    entry("regnet", CONV, "RegNetForImageClassification", "RegNetConfig", dict(embedding_size=16, hidden_sizes=[16,
-        32], depths=[1, 2], groups_width=8, num_labels=CLASSES), image_batch),
+    entry("resnet", CONV, "ResNetForImageClassification", "ResNetConfig", dict(embedding_size=WIDTH,
+        hidden_sizes=STAGES, depths=[1, 2], layer_type="bottleneck", num_labels=CLASSES), image_batch),
+    entry("regnet", CONV, "RegNetForImageClassification", "RegNetConfig", dict(embedding_size=WIDTH,
+        hidden_sizes=STAGES, depths=[1, 2], groups_width=8, num_labels=CLASSES), image_batch),
     entry("efficientnet", CONV, "EfficientNetForImageClassification", "EfficientNetConfig", dict(image_size=IMAGE,
         width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320, in_channels=[32, 16, 24], out_channels=[16,
         24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 2, 2], expand_ratios=[1, 6, 6],
         depthwise_padding=[], num_labels=CLASSES), image_batch,
         null_gradients=("*.project_bn.bias",)),
     entry("mobilenet-v1", CONV, "MobileNetV1ForImageClassification", "MobileNetV1Config", dict(image_size=IMAGE,
-        depth_multiplier=0.25, initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch),
+        depth_multiplier=sized(0.25, 1.0), initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch),
     entry("mobilenet-v2", CONV, "MobileNetV2ForImageClassification", "MobileNetV2Config", dict(image_size=IMAGE,
-        depth_multiplier=0.25, initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch,
+        depth_multiplier=sized(0.25, 1.0), initializer_range=0.2, layer_norm_eps=1.0, num_labels=CLASSES), image_batch,
         null_gradients=("*.reduce_1x1.normalization.bias",)),
     entry("convnext", CONV, "ConvNextForImageClassification", "ConvNextConfig", dict(image_size=IMAGE,
-        hidden_sizes=[16, 24, 32], depths=[1, 1, 2], num_stages=3, num_labels=CLASSES), image_batch),
+        hidden_sizes=WIDTHS, depths=DEPTHS, num_stages=3, num_labels=CLASSES), image_batch),
     entry("convnext-v2", CONV, "ConvNextV2ForImageClassification", "ConvNextV2Config", dict(image_size=IMAGE,
-        hidden_sizes=[16, 24, 32], depths=[1, 1, 2], num_stages=3, num_labels=CLASSES), image_batch),
+        hidden_sizes=WIDTHS, depths=DEPTHS, num_stages=3, num_labels=CLASSES), image_batch),
     entry("poolformer", CONV, "PoolFormerForImageClassification", "PoolFormerConfig", dict(hidden_sizes=[16, 16, 32,
         32], depths=[1, 1, 1, 1], num_labels=CLASSES), image_batch),
     entry("focalnet", CONV, "FocalNetForImageClassification", "FocalNetConfig", dict(image_size=IMAGE, patch_size=4,
-        embed_dim=16, hidden_sizes=[16, 32], depths=[1, 1], focal_levels=[2, 2], focal_windows=[3, 3],
+        embed_dim=WIDTH, hidden_sizes=STAGES, depths=[1, 1], focal_levels=[2, 2], focal_windows=[3, 3],
         num_labels=CLASSES), image_batch, note="focal modulation"),
-    entry("bit", CONV, "BitForImageClassification", "BitConfig", dict(embedding_size=16, hidden_sizes=[16, 32],
-        depths=[1, 2], num_groups=2, num_labels=CLASSES), large_image_batch,
+    entry("bit", CONV, "BitForImageClassification", "BitConfig", dict(embedding_size=WIDTH, hidden_sizes=STAGES,
+        depths=[1, 2], num_groups=sized(2, 32), num_labels=CLASSES), large_image_batch,
         note="weight-standardised convolutions, group norm",
         lr=(1e-4, 1e-3)),
     entry("hgnet-v2", CONV, "HGNetV2ForImageClassification", "HGNetV2Config", dict(stem_channels=[3, 16, 16],
@@ -414,10 +424,11 @@ VISION_CONVS = [
 VISION_TRANSFORMERS = [
     entry("vit", VIT, "ViTForImageClassification", "ViTConfig", VISION, image_batch),
     entry("deit", VIT, "DeiTForImageClassification", "DeiTConfig", VISION, image_batch),
-    entry("swin", VIT, "SwinForImageClassification", "SwinConfig", dict(image_size=IMAGE, patch_size=4, embed_dim=16,
-        depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES), image_batch, note="shifted windows"),
+    entry("swin", VIT, "SwinForImageClassification", "SwinConfig", dict(image_size=IMAGE, patch_size=4,
+        embed_dim=sized(16, 96), depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES), image_batch,
+        note="shifted windows"),
     entry("swinv2", VIT, "Swinv2ForImageClassification", "Swinv2Config", dict(image_size=IMAGE, patch_size=4,
-        embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES), image_batch),
+        embed_dim=sized(16, 96), depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES), image_batch),
     entry("beit", VIT, "BeitForImageClassification", "BeitConfig", dict(VISION, use_relative_position_bias=True),
         image_batch),
     entry("dinov2", VIT, "Dinov2ForImageClassification", "Dinov2Config", VISION, image_batch),
@@ -429,13 +440,13 @@ VISION_TRANSFORMERS = [
         decoder_hidden_size=32, num_labels=CLASSES), segmentation_batch, note="semantic segmentation",
         null_gradients=("decode_head.linear_projections.*.bias",)),
     entry("mobilevit", VIT, "MobileViTForImageClassification", "MobileViTConfig", dict(image_size=IMAGE,
-        hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 48], num_attention_heads=4,
+        hidden_sizes=WIDTHS, neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 48], num_attention_heads=4,
         num_labels=CLASSES), image_batch,
         null_gradients=("*.output.dense.bias",)),
     entry("siglip", VIT, "SiglipForImageClassification", "SiglipConfig", dict(vision_config=VISION, text_config=TEXT,
         num_labels=CLASSES), image_batch, note="attention pooling",
         null_gradients=("*.k_proj.bias",)),
-    entry("levit", VIT, "LevitForImageClassification", "LevitConfig", dict(image_size=64, hidden_sizes=[16, 24, 32],
+    entry("levit", VIT, "LevitForImageClassification", "LevitConfig", dict(image_size=64, hidden_sizes=WIDTHS,
         num_attention_heads=[2, 3, 4], key_dim=[8, 8, 8], depths=[1, 1, 1], num_labels=CLASSES),
         large_image_batch, note="BatchNorm in attention",
         lr=(1e-5, 1e-5), null_gradients=("*.batch_norm.bias",)),
@@ -507,33 +518,34 @@ TIME_SERIES = [
 EXPERTS = [
     entry("mixtral", MOE, "MixtralForCausalLM", "MixtralConfig", dict(GROUPED, num_local_experts=4,
         num_experts_per_tok=2, output_router_logits=True), causal_batch),
-    entry("qwen3-moe", MOE, "Qwen3MoeForCausalLM", "Qwen3MoeConfig", dict(GROUPED, head_dim=8, num_experts=4,
+    entry("qwen3-moe", MOE, "Qwen3MoeForCausalLM", "Qwen3MoeConfig", dict(GROUPED, head_dim=HEAD, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32), causal_batch),
     entry("olmoe", MOE, "OlmoeForCausalLM", "OlmoeConfig", dict(GROUPED, num_experts=4, num_experts_per_tok=2),
         causal_batch),
-    entry("gpt-oss", MOE, "GptOssForCausalLM", "GptOssConfig", dict(GROUPED, head_dim=8, num_local_experts=4,
-        num_experts_per_tok=2, sliding_window=8), causal_batch, note="attention sinks"),
+    entry("gpt-oss", MOE, "GptOssForCausalLM", "GptOssConfig", dict(GROUPED, head_dim=HEAD, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=WINDOW), causal_batch, note="attention sinks"),
     entry("deepseek-v3", MOE, "DeepseekV3ForCausalLM", "DeepseekV3Config", dict(TEXT, num_key_value_heads=HEADS,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-        moe_intermediate_size=32, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=8), causal_batch, note="latent attention"),
+        moe_intermediate_size=32, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=HEAD, qk_nope_head_dim=HEAD,
+        v_head_dim=HEAD), causal_batch, note="latent attention"),
 ]
 
 STATE_SPACES = [
     entry("mamba", SSM, "MambaForCausalLM", "MambaConfig", MAMBA, causal_batch, note="scan unrolled in Python"),
     entry("mamba2", SSM, "Mamba2ForCausalLM", "Mamba2Config", dict(vocab_size=VOCAB, hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS, state_size=8, conv_kernel=4, expand=2, num_heads=8, head_dim=8, n_groups=2,
-        chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2), causal_batch, note="chunked scan"),
+        num_hidden_layers=LAYERS, state_size=8, conv_kernel=4, expand=2, num_heads=8,
+        head_dim=2 * HIDDEN // 8, n_groups=2, chunk_size=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2), causal_batch, note="chunked scan"),
     entry("rwkv", SSM, "RwkvForCausalLM", "RwkvConfig", dict(vocab_size=VOCAB, hidden_size=HIDDEN,
         num_hidden_layers=LAYERS, attention_hidden_size=HIDDEN, intermediate_size=INNER, context_length=32,
         bos_token_id=1, eos_token_id=2), causal_batch, note="linear recurrence unrolled in Python"),
     entry("recurrent-gemma", SSM, "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", dict(TEXT, num_hidden_layers=3,
         num_key_value_heads=1, lru_width=HIDDEN, attention_window_size=8), causal_batch,
         note="gated linear recurrence"),
-    entry("qwen3-next", SSM, "Qwen3NextForCausalLM", "Qwen3NextConfig", dict(GROUPED, head_dim=8, num_experts=4,
+    entry("qwen3-next", SSM, "Qwen3NextForCausalLM", "Qwen3NextConfig", dict(GROUPED, head_dim=HEAD, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention",
-        "full_attention"]), causal_batch, note="gated delta net with attention and experts"),
+        linear_num_value_heads=4, linear_key_head_dim=HEAD, linear_value_head_dim=HEAD, layer_types=["linear_attention",
+        "full_attention"] * (LAYERS // 2)), causal_batch, note="gated delta net with attention and experts"),
     entry("jamba", SSM, "JambaForCausalLM", "JambaConfig", dict(GROUPED, num_experts=4, num_experts_per_tok=2,
         expert_layer_period=2, expert_layer_offset=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8,
         mamba_dt_rank=4, use_mamba_kernels=False), causal_batch, note="hybrid with attention and experts"),
@@ -573,7 +585,7 @@ def make_llava() -> tuple[nn.Module, Batch]:
     vision = make_config("CLIPVisionConfig", **VISION, projection_dim=HIDDEN)
     config = make_config("LlavaConfig", text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
     ids = tokens(length=2 * SEQ, high=VOCAB - 1)
-    ids[:, 1 : 1 + 16] = VOCAB - 1
+    ids[:, 1 : 1 + (IMAGE // 8) ** 2] = VOCAB - 1
     labels = ids.masked_fill(ids == VOCAB - 1, -100)
     return build_model("LlavaForConditionalGeneration", config), dict(
         input_ids=ids, pixel_values=torch.randn(BATCH, 3, IMAGE, IMAGE), labels=labels
