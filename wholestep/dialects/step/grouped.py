@@ -25,9 +25,7 @@ OPERATORS.define("grouped_product_(Tensor(a!) out, Tensor lhs, Tensor rhs, Tenso
 def grouped_product(out: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, ends: torch.Tensor) -> None:
     """[rows, k] by [groups, k, n] gives [rows, n]; [rows, k] by [rows, n] gives [groups, k, n]."""
     if has_kernel(lhs, rhs):
-        out.copy_(F.grouped_mm(lhs if rhs.dim() == 3 else lhs.t(), rhs, offs=ends.int()))
-        if rhs.dim() == 3:  # the kernel leaves these rows as memory was
-            out.masked_fill_((torch.arange(len(out), device=out.device) >= ends[-1]).unsqueeze(1), 0.0)
+        by_one_kernel(out, lhs, rhs, ends)
         return
     start = 0
     for group, end in enumerate(ends.tolist()):
@@ -39,6 +37,16 @@ def grouped_product(out: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, end
         start = rows.stop
     if rhs.dim() == 3:
         out[start:].zero_()
+
+
+def by_one_kernel(out: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, ends: torch.Tensor) -> None:
+    """By PyTorch's own, which leaves rows of no group, and on some GPUs what empty groups give, as memory was."""
+    found = F.grouped_mm(lhs if rhs.dim() == 3 else lhs.t(), rhs, offs=ends.int())
+    if rhs.dim() == 3:
+        made = (torch.arange(len(out), device=out.device) < ends[-1]).unsqueeze(1)
+    else:
+        made = (ends.diff(prepend=ends.new_zeros(1)) > 0).view(-1, 1, 1)
+    torch.where(made, found, found.new_zeros(()), out=out)
 
 
 def has_kernel(lhs: torch.Tensor, rhs: torch.Tensor) -> bool:
