@@ -90,6 +90,24 @@ class UNet(nn.Module):
         return self.out(nn.functional.interpolate(torch.relu(y), scale_factor=2, mode="nearest"))
 
 
+class Denoising(nn.Module):
+    """As in diffusion models: GroupNorm before each convolution, and what the way down saw beside what comes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.norm1, self.conv1 = nn.GroupNorm(4, 8), nn.Conv2d(8, 16, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 3, padding=1)
+        self.norm3, self.out = nn.GroupNorm(2, 16, affine=False), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = self.first(x)
+        low = self.down(high)
+        low = low + self.conv2(nn.functional.silu(self.norm2(self.conv1(nn.functional.silu(self.norm1(low))))))
+        low = nn.functional.interpolate(low, scale_factor=2, mode="nearest")
+        return self.out(nn.functional.silu(self.norm3(torch.cat([low, high], 1))))
+
+
 class Permuting(nn.Module):
     """As in ConvNeXt: normalised and mixed with channels at the end, by LayerNorm and linear layers."""
 
@@ -130,7 +148,7 @@ class Gated(nn.Module):
 
 def sequence() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(3, 8, 3, padding=1), Gated(8, 1), Gated(8, 4), nn.Conv1d(8, 6, 4, 2, groups=2),
+        nn.Conv1d(3, 8, 3, padding=1), Gated(8, 1), nn.GroupNorm(2, 8), Gated(8, 4), nn.Conv1d(8, 6, 4, 2, groups=2),
         nn.ConvTranspose1d(6, 4, 3, 2, output_padding=1),
     )  # fmt: skip
 
@@ -139,7 +157,7 @@ def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target.float().view(-1, *[1] * (output.dim() - 1))).pow(2).mean()
 
 
-IMAGES = {"resnet": resnet, "mobilenet": mobilenet, "unet": UNet, "convnext": convnext}
+IMAGES = {"resnet": resnet, "mobilenet": mobilenet, "unet": UNet, "denoising": Denoising, "convnext": convnext}
 MODELS = {**IMAGES, "volume": volume, "sequence": sequence}
 SHAPES = {"volume": (4, 2, 8, 8, 8), "sequence": (4, 3, 24)}
 
@@ -229,6 +247,7 @@ def copies_predicted(case: Case) -> Counter[str]:
         ("resnet", {}),
         ("mobilenet", {"forward": 1, "backward": 1}),  # flatten and back
         ("unet", {}),
+        ("denoising", {}),
         ("convnext", {}),
         ("volume", {}),
         ("sequence", {"forward": 1, "backward": 3}),  # and padding and gradients of slices, which write row by row
@@ -257,7 +276,7 @@ def test_in_low_precision_neither_kernels_nor_their_gradients_are_copied(name: s
             assert rows_read_by_convolutions(plan) == []
             assert not [p for p in plan.launches if p.name == "step.layout" and p.phase == "forward" and p.layer == ""]
     more = launches[1].total() - launches[0].total()
-    assert more == {"resnet": 0, "mobilenet": 2, "unet": 0, "convnext": 0}[name]
+    assert more == {"resnet": 0, "mobilenet": 2, "unet": 0, "denoising": 0, "convnext": 0}[name]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +285,7 @@ def test_in_low_precision_neither_kernels_nor_their_gradients_are_copied(name: s
         ("resnet", {}),
         ("mobilenet", {}),
         ("unet", {}),
+        ("denoising", {}),
         ("sequence", {}),
         ("resnet", {"accumulate": 2}),
         ("unet", {"clip_norm": 0.5, "precision": "bf16"}),
@@ -497,6 +517,11 @@ KEEPING: dict[str, tuple[list[tuple[tuple[int, ...], ScalarType]], Any]] = {
     "batch_norm_grad": (
         [(UP, F32), (UP, F32), ((8,), F32)],
         lambda b, dy, x, v: b.batch_norm_grad(dy, x, v, v, v, eps=1e-5)[0],
+    ),
+    "group_norm": ([(UP, F32), ((8,), F32)], lambda b, x, w: b.group_norm(x, w, w, groups=2)[0]),
+    "group_norm_grad": (
+        [(UP, F32), (UP, F32), ((2, 2), F32), ((8,), F32)],
+        lambda b, dy, x, s, w: b.group_norm_grad(dy, x, s, s, w, groups=2)[0],
     ),
 }
 

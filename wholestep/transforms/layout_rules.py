@@ -16,7 +16,9 @@ Order = tuple[int, ...]
 
 #: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images, the
 #: fourth as loops, which is how GPUs run them
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
+FOLLOW = frozenset(
+    ("step.concat", *(f"step.{name}_norm{grad}" for name in ("batch", "group") for grad in ("", "_grad")))
+)
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad", "step.pad"})
 FOLLOW_IMAGES = frozenset(
     (
