@@ -510,6 +510,8 @@ KEEPING: dict[str, tuple[list[tuple[tuple[int, ...], ScalarType]], Any]] = {
     "adaptive_avg_pool_grad": ([(DOWN, F32)], lambda b, x: b.adaptive_avg_pool_grad(x, size=(3, 3), input_shape=UP)),
     "upsample": ([(DOWN, F32)], lambda b, x: b.upsample(x, factors=(2, 2))),
     "upsample_grad": ([(UP, F32)], lambda b, x: b.upsample_grad(x, factors=(1, 2))),
+    "repeat_pixels": ([(DOWN, F32)], lambda b, x: b.repeat_pixels(x, factors=(2, 2))),
+    "repeat_pixels_grad": ([(UP, F32)], lambda b, x: b.repeat_pixels_grad(x, factors=(3, 2))),
     "upsample_cells_grad": ([((2, 8, 8, 12), F32)], lambda b, x: b.upsample_cells_grad(x, factors=(4, 4))),
     "pad": ([(UP, F32)], lambda b, x: b.pad(x, low=(0, 0, 0, 1), high=(0, 0, 2, 1), value=0.0)),
     "concat": ([(UP, F32), (UP, F32)], lambda b, x, y: b.concat([x, y], dim=1)),

@@ -23,7 +23,11 @@ FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad", "step.pad"})
 FOLLOW_IMAGES = frozenset(
     (
         "step.upsample_cells_grad",
-        *(f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")),
+        *(
+            f"step.{name}{grad}"
+            for name in ("avg_pool", "adaptive_avg_pool", "upsample", "repeat_pixels")
+            for grad in ("", "_grad")
+        ),
     )
 )
 FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})
