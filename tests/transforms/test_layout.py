@@ -132,23 +132,23 @@ def volume() -> nn.Module:
 
 
 class Gated(nn.Module):
-    """As in WaveNet: a dilated causal convolution, its gate, and a way past both."""
+    """As in WaveNet: a dilated causal convolution, its gate, and a way past both. (And a norm of groups.)"""
 
     def __init__(self, width: int, dilation: int):
         super().__init__()
         self.past = (dilation, 0)
         self.both = nn.Conv1d(width, 2 * width, 2, dilation=dilation, bias=False)
         self.norm = nn.BatchNorm1d(2 * width)
-        self.out = nn.Conv1d(width, width, 1)
+        self.group, self.out = nn.GroupNorm(2, width), nn.Conv1d(width, width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         filtered, gate = self.norm(self.both(nn.functional.pad(x, self.past))).chunk(2, dim=1)
-        return x + self.out(torch.tanh(filtered) * torch.sigmoid(gate))
+        return x + self.out(self.group(torch.tanh(filtered) * torch.sigmoid(gate)))
 
 
 def sequence() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(3, 8, 3, padding=1), Gated(8, 1), nn.GroupNorm(2, 8), Gated(8, 4), nn.Conv1d(8, 6, 4, 2, groups=2),
+        nn.Conv1d(3, 8, 3, padding=1), Gated(8, 1), Gated(8, 4), nn.Conv1d(8, 6, 4, 2, groups=2),
         nn.ConvTranspose1d(6, 4, 3, 2, output_padding=1),
     )  # fmt: skip
 
