@@ -1295,6 +1295,22 @@ irdl.dialect @step {
     irdl.results(z: %c2)
     irdl.attributes { "rounding" = %c5 }
   }
+  irdl.operation @repeat_pixels {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(x: %c0)
+    irdl.results(y: %c1)
+    irdl.attributes { "factors" = %c2 }
+  }
+  irdl.operation @repeat_pixels_grad {
+    %c0 = irdl.base "!builtin.tensor"
+    %c1 = irdl.base "!builtin.tensor"
+    %c2 = irdl.base "#builtin.dense_array"
+    irdl.operands(dy: %c0)
+    irdl.results(dx: %c1)
+    irdl.attributes { "factors" = %c2 }
+  }
   irdl.operation @reshape {
     %c0 = irdl.base "!builtin.tensor"
     %c1 = irdl.base "!builtin.tensor"

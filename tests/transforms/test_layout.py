@@ -90,6 +90,24 @@ class UNet(nn.Module):
         return self.out(nn.functional.interpolate(torch.relu(y), scale_factor=2, mode="nearest"))
 
 
+class Denoising(nn.Module):
+    """As in diffusion models: GroupNorm before each convolution, and what the way down saw beside what comes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.norm1, self.conv1 = nn.GroupNorm(4, 8), nn.Conv2d(8, 16, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 3, padding=1)
+        self.norm3, self.out = nn.GroupNorm(2, 16, affine=False), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = self.first(x)
+        low = self.down(high)
+        low = low + self.conv2(nn.functional.silu(self.norm2(self.conv1(nn.functional.silu(self.norm1(low))))))
+        low = nn.functional.interpolate(low, scale_factor=2, mode="nearest")
+        return self.out(nn.functional.silu(self.norm3(torch.cat([low, high], 1))))
+
+
 class Permuting(nn.Module):
     """As in ConvNeXt: normalised and mixed with channels at the end, by LayerNorm and linear layers."""
 
@@ -114,18 +132,18 @@ def volume() -> nn.Module:
 
 
 class Gated(nn.Module):
-    """As in WaveNet: a dilated causal convolution, its gate, and a way past both."""
+    """As in WaveNet: a dilated causal convolution, its gate, and a way past both. (And a norm of groups.)"""
 
     def __init__(self, width: int, dilation: int):
         super().__init__()
         self.past = (dilation, 0)
         self.both = nn.Conv1d(width, 2 * width, 2, dilation=dilation, bias=False)
         self.norm = nn.BatchNorm1d(2 * width)
-        self.out = nn.Conv1d(width, width, 1)
+        self.group, self.out = nn.GroupNorm(2, width), nn.Conv1d(width, width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         filtered, gate = self.norm(self.both(nn.functional.pad(x, self.past))).chunk(2, dim=1)
-        return x + self.out(torch.tanh(filtered) * torch.sigmoid(gate))
+        return x + self.out(self.group(torch.tanh(filtered) * torch.sigmoid(gate)))
 
 
 def sequence() -> nn.Module:
@@ -139,7 +157,7 @@ def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target.float().view(-1, *[1] * (output.dim() - 1))).pow(2).mean()
 
 
-IMAGES = {"resnet": resnet, "mobilenet": mobilenet, "unet": UNet, "convnext": convnext}
+IMAGES = {"resnet": resnet, "mobilenet": mobilenet, "unet": UNet, "denoising": Denoising, "convnext": convnext}
 MODELS = {**IMAGES, "volume": volume, "sequence": sequence}
 SHAPES = {"volume": (4, 2, 8, 8, 8), "sequence": (4, 3, 24)}
 
@@ -229,6 +247,7 @@ def copies_predicted(case: Case) -> Counter[str]:
         ("resnet", {}),
         ("mobilenet", {"forward": 1, "backward": 1}),  # flatten and back
         ("unet", {}),
+        ("denoising", {}),
         ("convnext", {}),
         ("volume", {}),
         ("sequence", {"forward": 1, "backward": 3}),  # and padding and gradients of slices, which write row by row
@@ -257,7 +276,7 @@ def test_in_low_precision_neither_kernels_nor_their_gradients_are_copied(name: s
             assert rows_read_by_convolutions(plan) == []
             assert not [p for p in plan.launches if p.name == "step.layout" and p.phase == "forward" and p.layer == ""]
     more = launches[1].total() - launches[0].total()
-    assert more == {"resnet": 0, "mobilenet": 2, "unet": 0, "convnext": 0}[name]
+    assert more == {"resnet": 0, "mobilenet": 2, "unet": 0, "denoising": 0, "convnext": 0}[name]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +285,7 @@ def test_in_low_precision_neither_kernels_nor_their_gradients_are_copied(name: s
         ("resnet", {}),
         ("mobilenet", {}),
         ("unet", {}),
+        ("denoising", {}),
         ("sequence", {}),
         ("resnet", {"accumulate": 2}),
         ("unet", {"clip_norm": 0.5, "precision": "bf16"}),
@@ -490,6 +510,8 @@ KEEPING: dict[str, tuple[list[tuple[tuple[int, ...], ScalarType]], Any]] = {
     "adaptive_avg_pool_grad": ([(DOWN, F32)], lambda b, x: b.adaptive_avg_pool_grad(x, size=(3, 3), input_shape=UP)),
     "upsample": ([(DOWN, F32)], lambda b, x: b.upsample(x, factors=(2, 2))),
     "upsample_grad": ([(UP, F32)], lambda b, x: b.upsample_grad(x, factors=(1, 2))),
+    "repeat_pixels": ([(DOWN, F32)], lambda b, x: b.repeat_pixels(x, factors=(2, 2))),
+    "repeat_pixels_grad": ([(UP, F32)], lambda b, x: b.repeat_pixels_grad(x, factors=(3, 2))),
     "upsample_cells_grad": ([((2, 8, 8, 12), F32)], lambda b, x: b.upsample_cells_grad(x, factors=(4, 4))),
     "pad": ([(UP, F32)], lambda b, x: b.pad(x, low=(0, 0, 0, 1), high=(0, 0, 2, 1), value=0.0)),
     "concat": ([(UP, F32), (UP, F32)], lambda b, x, y: b.concat([x, y], dim=1)),
@@ -497,6 +519,11 @@ KEEPING: dict[str, tuple[list[tuple[tuple[int, ...], ScalarType]], Any]] = {
     "batch_norm_grad": (
         [(UP, F32), (UP, F32), ((8,), F32)],
         lambda b, dy, x, v: b.batch_norm_grad(dy, x, v, v, v, eps=1e-5)[0],
+    ),
+    "group_norm": ([(UP, F32), ((8,), F32)], lambda b, x, w: b.group_norm(x, w, w, groups=2)[0]),
+    "group_norm_grad": (
+        [(UP, F32), (UP, F32), ((2, 2), F32), ((8,), F32)],
+        lambda b, dy, x, s, w: b.group_norm_grad(dy, x, s, s, w, groups=2)[0],
     ),
 }
 

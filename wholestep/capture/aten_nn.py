@@ -305,17 +305,27 @@ def _register_pools() -> None:
 _register_pools()
 
 
-@aten("upsample_bilinear2d", "upsample_bilinear2d.vec")
-def _upsample(imp, x, output_size, align_corners, *scales):
-    """Larger by whole factors; the scales are looked at too: they may be others, or none, beside a size."""
+def _whole_factors(imp, x, *scales):
+    """By how much an image is made larger, or None. The scales are looked at too: they may be others, or none, beside a
+    size."""
     large, small = imp.expected[0].shape[2:], x.type.shape[2:]
     given = [s for s in (scales[0] if scales and isinstance(scales[0], list | tuple) else scales) if s is not None]
-    if align_corners or x.type.element.kind != "float" or any(n % m for n, m in zip(large, small, strict=True)):
-        return NotImplemented
+    if x.type.element.kind != "float" or any(n % m for n, m in zip(large, small, strict=True)):
+        return None
     factors = tuple(n // m for n, m in zip(large, small, strict=True))
-    if given and list(map(float, given)) != list(map(float, factors)):
-        return NotImplemented
-    return imp.b.upsample(x, factors=factors)
+    return None if given and list(map(float, given)) != list(map(float, factors)) else factors
+
+
+@aten("upsample_bilinear2d", "upsample_bilinear2d.vec")
+def _upsample(imp, x, output_size, align_corners, *scales):
+    factors = None if align_corners else _whole_factors(imp, x, *scales)
+    return NotImplemented if factors is None else imp.b.upsample(x, factors=factors)
+
+
+@aten("upsample_nearest2d", "upsample_nearest2d.vec")
+def _repeat_pixels(imp, x, output_size, *scales):
+    factors = _whole_factors(imp, x, *scales)
+    return NotImplemented if factors is None else imp.b.repeat_pixels(x, factors=factors)
 
 
 # ---- normalisations --------------------------------------------------------------------------------------------------

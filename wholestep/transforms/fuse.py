@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from .around_attention import join_attention
 from .early_sums import bring, draw_near, join_sums, why_not_early
 from .expand import expand_ops, has_expansion
 from .fusion_wishes import bytes_between, join_forced, note_neighbours, replay
+from .group_norms import by_channel
 from .loops import is_primitive
 from .opportunity import meant, site_names
 from .put_off import UPDATE, may_wait, put_off
@@ -42,6 +43,7 @@ from .regions import (
     could_be_pieces,
     is_source,
     is_view,
+    matters_how_large,
     piece_of,
     readers_of,
 )
@@ -179,6 +181,7 @@ class Fuser:
 
     def run(self) -> Fusion:
         self.note_host()
+        by_channel(self.function)
         self.reuse_statistics()
         self.number_streams()
         self.take_apart()
@@ -328,7 +331,9 @@ class Fuser:
     def is_cheap(self, op: Op) -> bool:
         if op.name not in CHEAP or len(op.results) != 1 or len(op.results[0].uses) < 2 or not self.is_fusible(op):
             return False
-        return len(op.results[0].uses) <= READERS and self.shrinks_backwards(op, self.is_in_memory(op.results[0]))
+        if len(op.results[0].uses) > READERS or cuts(op):
+            return False
+        return self.shrinks_backwards(op, self.is_in_memory(op.results[0]))
 
     def is_in_memory(self, value: Value) -> bool:
         """Whether a value is written in any case: some reader is no part of a kernel."""
@@ -339,9 +344,7 @@ class Fuser:
     def join(self, ops: Sequence[Op]) -> list[Group]:
         """The groups of some ops: every op is one to begin with."""
         self.nodes = [op for op in ops if not is_source(op)]
-        self.groups = groups = {
-            op: Group([op], max((v.type.size for v in (*op.operands, *op.results)), default=1)) for op in self.nodes
-        }
+        self.groups = groups = {op: Group([op], size_of(op)) for op in self.nodes}
         self.refused: dict[tuple[Op, Op], tuple[str, int]] = {}
         digest = "" if self.kept is None else digest_of(self)
         if self.kept is None or not recall(self.kept, digest, self):
@@ -406,7 +409,7 @@ class Fuser:
         readers = readers_of(op.results[0]) if op.name in CHEAP else []
         if len(set(readers)) != 1 or readers[0] not in self.groups or not self.is_fusible(readers[0]):
             return False
-        return self.shrinks_backwards(op)
+        return self.shrinks_backwards(op) and not cuts(op)
 
     def shrinks_backwards(self, op: Op, strictly: bool = False) -> bool:
         """Whether what an op reads is no larger than what it makes."""
@@ -498,6 +501,8 @@ class Fuser:
             return why
         if a.points * SMALLER < b.points and (len(a.members) > 2 or self.takes_long(a, b)):
             return "the first would be computed again for every row of the second"
+        if cuts(producer, {consumer}):
+            return "the second would be walked in the parts that the first is made of"
         between = self.reach.between(a.members, b.members)
         if between is not None:
             return f"{self.names[between]} must run between them"
@@ -614,8 +619,31 @@ class Fuser:
             block.append(op)
 
 
+def size_of(op: Op) -> int:
+    """The elements of the largest tensor that an op reads or makes."""
+    return max((v.type.size for v in (*op.operands, *op.results)), default=1)
+
+
+def cuts(op: Op, readers: Container[Op] | None = None) -> bool:
+    """Whether much larger ops, among some or all, see what an op makes with its dimensions put together.
+
+    Such are numbers per channel that are made group by group: in one kernel with it those ops would walk the parts, and
+    no longer what lies side by side.
+    """
+    pending = [(v, False) for v in op.results]
+    while pending:
+        value, together = pending.pop()
+        for user in dict.fromkeys(value.uses):
+            if is_view(user):
+                merges = user.name == "step.reshape" and matters_how_large(user)
+                pending.append((user.results[0], together or merges))
+            elif together and (readers is None or user in readers) and size_of(user) > SMALLER * value.type.size:
+                return True
+    return False
+
+
 #: how many of its results, after the first, are the statistics of a normalisation
-STATISTICS = {"step.layer_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
+STATISTICS = {"step.layer_norm": 2, "step.group_norm": 2, "step.batch_norm": 2, "step.rms_norm": 1}
 LARGE, NEAR, SMALLER = 1 << 16, 80, 4
 #: so many exponentials take longer than a kernel
 MANY = 1 << 22

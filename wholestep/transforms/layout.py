@@ -40,7 +40,7 @@ ROWS, LAST = 0, 1
 #: nodes of the network: what is cut off from the source lies row by row
 SOURCE, SINK = 0, 1
 #: ops that, as convolutions, keep the layout of sequences only if these are images of one row
-AS_IMAGES = frozenset({"step.batch_norm", "step.batch_norm_grad"})
+AS_IMAGES = frozenset(f"step.{name}_norm{grad}" for name in ("batch", "group") for grad in ("", "_grad"))
 #: ops beside convolutions that libraries have other kernels for where images lie otherwise: their time is asked for
 OTHER_KERNELS = AS_IMAGES | FOLLOW_WIDE | FOLLOW_IMAGES | {"step.opaque"}
 #: of ops whose times the answer hangs on, the heaviest so large a share is timed at once
@@ -215,6 +215,8 @@ class Decision:
     def fits(self, op: Op, orders: tuple[Order, Order]) -> bool:
         """Whether nothing else that the op reads or writes has a say in how its results lie."""
         rank = len(orders[0])
+        if op.name in AS_IMAGES:  # beside images they read and write numbers per channel or group
+            return True
         for value in op.operands:
             shape = value.type.shape
             if value not in self.node and 1 < len(shape) < rank and differ((1,) * (rank - len(shape)) + shape, *orders):

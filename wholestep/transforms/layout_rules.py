@@ -16,12 +16,18 @@ Order = tuple[int, ...]
 
 #: ops that write as they read, beside pointwise ones and updates; the second no sequences, the third only images, the
 #: fourth as loops, which is how GPUs run them
-FOLLOW = frozenset({"step.batch_norm", "step.batch_norm_grad", "step.concat"})
+FOLLOW = frozenset(
+    ("step.concat", *(f"step.{name}_norm{grad}" for name in ("batch", "group") for grad in ("", "_grad")))
+)
 FOLLOW_WIDE = frozenset({"step.max_pool", "step.max_pool_grad", "step.pad"})
 FOLLOW_IMAGES = frozenset(
     (
         "step.upsample_cells_grad",
-        *(f"step.{name}{grad}" for name in ("avg_pool", "adaptive_avg_pool", "upsample") for grad in ("", "_grad")),
+        *(
+            f"step.{name}{grad}"
+            for name in ("avg_pool", "adaptive_avg_pool", "upsample", "repeat_pixels")
+            for grad in ("", "_grad")
+        ),
     )
 )
 FOLLOW_AS_LOOPS = frozenset({"step.cross_entropy_grad"})

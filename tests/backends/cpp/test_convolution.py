@@ -132,3 +132,29 @@ def test_what_is_not_taken():
     assert not takes((64, 64, 56, 56), (64, 64, 3, 3), 1, 1), "its windows would take 462 MB"
     it = region("forward", (2, 4, 5, 5), (6, 4, 3, 3), 1, 1, lies=row_major)
     assert convolution.why_not(it) == "a convolution whose operand is not channels-last"
+
+
+def of_views(weights, make):
+    """A convolution whose kernel is seen in a larger tensor, or otherwise than that is."""
+    image, output = (2, 4, 5, 5), (2, 6, 5, 5)
+    function = add_function(module(), "k", [tensor(*image), tensor(*weights)])
+    block = function.regions[0].block
+    x, w = block.arguments
+    b = StepBuilder(block)
+    finish_function(function, [b.conv(x, make(b, w), stride=(1, 1), padding=(0, 0), dilation=(1, 1))])
+    specs = [
+        Spec(image, convolution.channels_last(image), torch.float32),
+        Spec(weights, row_major(weights), torch.float32),
+    ]
+    result = Spec(output, convolution.channels_last(output), torch.float32)
+    return Region(function, None, tuple(specs), (result,), torch.device("cpu"))
+
+
+def test_views_of_whole_tensors():
+    """Such as kernels that a norm has made, row by row; parts begin elsewhere, and turned ones do not lie so."""
+    check(of_views((1, 6, 4), lambda b, w: b.reshape(w, shape=(6, 4, 1, 1))))
+    check(of_views((6, 4), lambda b, w: b.layout(b.reshape(w, shape=(6, 4, 1, 1)), order=(0, 2, 3, 1))))
+    part = of_views((9, 4), lambda b, w: b.reshape(b.slice(w, dim=0, start=3, end=9), shape=(6, 4, 1, 1)))
+    assert convolution.why_not(part) == "a convolution of a part of a tensor, or of what is no view"
+    turned = of_views((4, 6), lambda b, w: b.reshape(b.transpose(w, order=(1, 0)), shape=(6, 4, 1, 1)))
+    assert convolution.why_not(turned) == "a convolution whose operand is not channels-last"

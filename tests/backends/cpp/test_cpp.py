@@ -320,6 +320,15 @@ def row_cases() -> dict[str, Case]:
             return b.mul(centred, b.rsqrt(b.add(var, 1e-5)))
 
         found[f"normalised {name}"] = step([T(4, 30, 10, 10)], normalise, lies)
+        found[f"written beside its sums {name}"] = step(
+            [T(4, 30, 10, 10), T(4, 30, 1, 1), T(4, 30, 10, 10)],
+            lambda b, x, w, y: [
+                b.mul(b.silu(b.mul(x, w)), y),
+                b.sum(b.mul(b.silu(b.mul(x, w)), y), dims=(2, 3), keepdim=True),
+                b.sum(b.silu(x), dims=(2, 3), keepdim=True),
+            ],
+            dict.fromkeys((0, 2, 3), strides),
+        )
 
     def before_pooling(b, dy, taps, x):  # places of windows are divisions, each along one dimension of the row
         into = b.max_pool_grad(dy, taps, input_shape=x.type.shape, **POOL)
@@ -450,6 +459,39 @@ def test_case(name, built):
             torch.testing.assert_close(
                 got, want, equal_nan=True, **limits, msg=lambda m, what=f"{candidate.name}, {label}": f"{what}: {m}"
             )
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("function", "pointwise embedding"))])
+def test_results_over_operands(name, built):
+    """Where a result may take an operand's memory, all structures read that before they write."""
+    case = CASES[name]
+    count = len(case.arguments()[0])
+    over = overwritable(case.function, case.specs[:count], case.specs[count:])
+    taken = {}
+    for result, operands in enumerate(over):
+        free = sorted(operands - set(taken.values()))
+        taken.update({result: free[0]} if free else {})
+    if not taken or name.startswith("pointwise gather"):
+        return
+    for candidate, kernel in built[name]:
+        scratch = [torch.full(s.shape, 255, dtype=s.dtype) for s in candidate.scratch]
+        ins, outs = case.arguments()
+        kernel(*ins, *outs, *scratch)
+        shared = [
+            ins[taken[i]].as_strided(o.shape, o.stride()) if i in taken else o.clone() for i, o in enumerate(outs)
+        ]
+        kernel(*ins, *shared, *scratch)
+        for mine, want in zip(shared, outs, strict=True):
+            assert torch.equal(mine.nan_to_num(), want.nan_to_num()), f"{candidate.name}, {taken}"
+
+
+def test_what_is_summed_and_written_is_computed_once():
+    """What a sum is of is written on the way; rows have a loop for vectors and one for what is left over."""
+    body = lambda b, x, y: [b.mul(b.exp(x), y), b.sum(b.mul(b.exp(x), y), dims=(0, 2, 3))]  # noqa: E731
+    last = (6400, 1, 640, 64)
+    case = step([T(4, 64, 10, 10), T(4, 64, 10, 10)], body, dict.fromkeys(range(3), last))
+    made = cpp.candidates(case.function, case.specs)
+    assert {c.name.partition(" ")[0]: c.source.count("exp_(") for c in made} == {"phases": 1, "lanes": 1, "rows": 2}
 
 
 def test_conditions_of_outer_loops_make_no_branches():

@@ -295,6 +295,8 @@ sample("adaptive_avg_pool_grad", randn(2, 4, 3, 3), size=(3, 3), input_shape=(2,
 sample("upsample", x, factors=(2, 3))
 sample("upsample_grad", randn(2, 4, 6, 9), factors=(2, 1))
 sample("upsample_cells_grad", randn(2, 3, 8, 15), factors=(4, 5))
+sample("repeat_pixels", x, factors=(2, 3))
+sample("repeat_pixels_grad", randn(2, 4, 6, 9), factors=(2, 1))
 sample("upsample_shares", randn(2, 3, 8, 15), factors=(4, 5))
 
 sample("embedding", randn(5, 4), randint(5, 2, 3), padding_idx=1)

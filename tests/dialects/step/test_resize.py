@@ -1,4 +1,4 @@
-"""Bilinear upsampling by whole factors: as ATen runs it and as loops, against PyTorch; what is none stays with ATen."""
+"""Upsampling by whole factors, bilinear and to the nearest pixel: as ATen runs it and as loops, against PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wholestep.ir.builtin import functions
 
 FACTORS = [(2, 2), (3, 1), (8, 5), (1, 16), (16, 16)]
 #: what the gradients are called
-GRADIENTS = {"step.upsample_grad", "step.upsample_cells_grad"}
+GRADIENTS = {"step.upsample_grad", "step.upsample_cells_grad", "step.repeat_pixels_grad"}
 
 
 def large(x: torch.Tensor, factors: tuple[int, int]) -> torch.Tensor:
@@ -34,6 +34,19 @@ def test_loops_are_those_of_torch(factors: tuple[int, int], size: tuple[int, int
     dy = data(*want.shape, seed=1).double()
     (gradient,) = torch.autograd.grad(want, x, dy)
     (mine,) = results(lambda b, dy: b.upsample_grad(dy, factors=factors), dy)
+    torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+def test_loops_repeat_pixels_as_torch_does(factors: tuple[int, int], size: tuple[int, int]) -> None:
+    x = data(2, 3, *size).double().requires_grad_()
+    want = F.interpolate(x, scale_factor=factors, mode="nearest")
+    (mine,) = results(lambda b, x: b.repeat_pixels(x, factors=factors), x.detach())
+    assert torch.equal(mine, want.detach())
+    dy = data(*want.shape, seed=1).double()
+    (gradient,) = torch.autograd.grad(want, x, dy)
+    (mine,) = results(lambda b, dy: b.repeat_pixels_grad(dy, factors=factors), dy)
     torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
 
 
@@ -56,7 +69,7 @@ class Segments(nn.Module):
         self.conv, self.how = nn.Conv2d(3, 5, 3, padding=1), how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(self.conv(x), mode="bilinear", **self.how)  # type: ignore[arg-type]
+        return F.interpolate(self.conv(x), **{"mode": "bilinear", **self.how})  # type: ignore[arg-type]
 
 
 def test_what_is_summed_by_cells() -> None:
@@ -81,6 +94,10 @@ def test_what_is_summed_by_cells() -> None:
         ({"scale_factor": 2}, True),
         ({"scale_factor": (4.0, 1.0)}, True),
         ({"scale_factor": (8.0, 5.0)}, True),
+        ({"scale_factor": (3.0, 1.0), "mode": "nearest"}, True),
+        ({"size": (24, 12), "mode": "nearest"}, True),
+        ({"scale_factor": 2.1, "mode": "nearest"}, False),
+        ({"scale_factor": 2, "mode": "nearest-exact"}, False),
         ({"size": (24, 12), "align_corners": True}, False),
         ({"scale_factor": 1.5}, False),
         ({"scale_factor": 2.1}, False),  # 6 and 4 become 12 and 8, but not by 2
@@ -98,7 +115,7 @@ def test_training_is_that_of_torch(how: dict[str, object], ours: bool) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
     step = ws.compile(model, F.cross_entropy, optimizers[0], (x, target))
     names = {op.name for function in functions(step.program()) for op in function.regions[0].block}
-    assert ("step.upsample" in names) == bool(GRADIENTS & names) == ours
+    assert bool({"step.upsample", "step.repeat_pixels"} & names) == bool(GRADIENTS & names) == ours
     for _ in range(2):
         loss = F.cross_entropy(twin(x), target)
         optimizers[1].zero_grad()

@@ -16,8 +16,9 @@ import torch
 
 from ...dialects.step.base import torch_dtype
 from ...dialects.step.convolution import Conv
-from ...dialects.strides import row_major, same_places
-from ...ir.core import Op
+from ...dialects.step.layout import Layout
+from ...dialects.strides import row_major, same_places, view_of
+from ...ir.core import Op, Value
 from ..convolution_ops import PARTS, laid_out_from, shapes_of
 from ..kernels import Spec
 from ..matrices import Matrices, multiply
@@ -130,20 +131,34 @@ def why_not(region: Region) -> str:
     assert block.last is not None
     if [laid_out_from(v) for v in block.last.operands] != [op.results[0]]:
         return "a convolution with its neighbours; only one by itself"
-    operands = [laid_out_from(v) for v in op.operands]
-    if any(v not in block.arguments for v in operands):
-        return "a convolution of a view; only of a whole tensor"
-    for value, spec in zip((*operands, op.results[0]), specs_of(region, op), strict=True):
+    operands = [memory_of(region, v) for v in op.operands]
+    known = [each[1] for each in operands if each is not None]
+    if len(known) < len(operands):
+        return "a convolution of a part of a tensor, or of what is no view"
+    for spec, what in zip((*known, region.results[0]), (*["operand"] * len(known), "result"), strict=True):
         last = channels_last(spec.shape) if len(spec.shape) > 1 else row_major(spec.shape)
         if not same_places(spec.shape, spec.strides, last):
-            return f"a convolution whose {'result' if value is op.results[0] else 'operand'} is not channels-last"
+            return f"a convolution whose {what} is not channels-last"
     return ""
 
 
-def specs_of(region: Region, op: Op) -> list[Spec]:
-    """How the operands of a convolution and its result lie."""
-    arguments = region.body.regions[0].block.arguments
-    return [*(region.operands[arguments.index(laid_out_from(v))] for v in op.operands), region.results[0]]
+def memory_of(region: Region, value: Value) -> tuple[int, Spec] | None:
+    """The number of the operand in whose memory a value lies, from its first element on, and how it lies there; as
+    before a change of layout, which is none where that is channels-last already. None where it is no such view."""
+    views: list[Op] = []
+    while (op := value.op) is not None:
+        if not getattr(op.definition, "views", False) or op.operands[0].type.element is not value.type.element:
+            return None
+        views.append(op)
+        value = op.operands[0]
+    number = region.body.regions[0].block.arguments.index(value)
+    seen = region.operands[number]
+    for op in reversed(views):
+        found = (seen.strides, 0) if op.definition is Layout else view_of(op, seen.shape, seen.strides)
+        if found is None or found[1]:
+            return None
+        seen = Spec(op.results[0].type.shape, found[0], seen.dtype)
+    return number, seen
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
@@ -182,8 +197,8 @@ class Way:
 
 
 def offers(region: Region) -> list[Offer]:
-    op, arguments = anchor(region), region.body.regions[0].block.arguments
-    operands = tuple(arguments.index(laid_out_from(v)) for v in op.operands)
+    op = anchor(region)
+    operands = tuple(number for number, _ in filter(None, (memory_of(region, v) for v in op.operands)))
     problem, result = problem_of(op), len(region.operands)
     name = "depthwise" if problem.depthwise else "product" if problem.is_product else "product of windows"
     ways = {name: Way(problem, operands, result)}

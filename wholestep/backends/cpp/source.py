@@ -144,9 +144,22 @@ class Code(Nests):
         groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Number]] = {}
         for n in self.walk.reductions:
             groups.setdefault((level[n], tuple(sorted(n.dims)), tuple(sorted(n.walked))), []).append(n)
+        writings = list(self.walk.writings)
         for key in sorted(groups):
-            self.reduce_everywhere(groups[key])
-        self.write(self.walk.writings)
+            along = self.along_with(groups[key], level) if key == max(groups) else []
+            self.reduce_everywhere(groups[key], along)
+            writings = [w for w in writings if w not in along]
+        self.write(writings)
+
+    def along_with(self, group: Sequence[Number], level: dict[Number, int]) -> list[Writing]:
+        """What is known, and written, at each point where the last reductions are, so that it is computed once.
+
+        Nothing that waits for as many reductions is left for later: that may read what this is written over.
+        """
+        here = [w for w in self.walk.writings if w.walked == group[0].walked]
+        later = [w for w in here if {w.value, *self.behind(w.value)} & {*group}]
+        first = min((level[w.value] for w in later), default=len(level))
+        return [w for w in here if w not in later and level[w.value] < first]
 
     def write(self, writings: Iterable[Writing]) -> None:
         groups: dict[tuple[int, ...], list[Aim]] = {}
@@ -155,14 +168,17 @@ class Code(Nests):
         for dims, aims in groups.items():
             self.everywhere(frozenset(dims), aims)
 
-    def reduce_everywhere(self, group: Sequence[Number]) -> None:
-        """Reductions over the same dimensions: tasks for parts of what is kept and chunks of what is reduced."""
+    def reduce_everywhere(self, group: Sequence[Number], along: Sequence[Writing] = ()) -> None:
+        """Reductions over the same dimensions: tasks for parts of what is kept and chunks of what is reduced. What goes
+        along is written on the way."""
         size, dims, walked = self.walk.sizes, group[0].dims, group[0].walked
-        order = self.order(walked, [Aim(n, walked, how=n.how) for n in group])
+        written = [Aim(w.value, w.walked, writing=w) for w in along]
+        plain = [*(Aim(n, walked, how=n.how) for n in group), *written]
+        order = self.order(walked, plain)
         inner = order[-1]
         kept, reduced = [d for d in order if d not in dims], [d for d in order if d in dims]
         count = self.walk.points(kept)
-        self.keep_dear(walked, inner, [Aim(n, walked, how=n.how) for n in group])
+        self.keep_dear(walked, inner, plain)
         width = min(2048, size[inner]) if inner in kept else 1
         parts = [(f"i{d}", size[d]) for d in kept if d != inner]
         if inner in kept:
@@ -203,7 +219,7 @@ class Code(Nests):
                     self.line(f"{c_type(n)} {n.name} = {neutral_of(n)};")
                     aims.append(Aim(n, walked, n.name, n.how))
             outside = dict(self.names)
-            self.nest(loops, aims)
+            self.nest(loops, [*aims, *written])
             for n in group:
                 here = f"{n.name}_sums[chunk * {count} + {self.row_major(kept)}]"
                 if inner in kept:
@@ -323,7 +339,8 @@ class Code(Nests):
         return found
 
     def passes(self, early: Sequence[Writing]) -> list[list[Aim]]:
-        """What each pass over a row is for. A sum over rows goes with the first pass that can have it."""
+        """What each pass over a row is for. A sum over rows goes with the first pass that can have it, and so does what
+        is written at each point; what is written once per row may take the memory of what any pass reads."""
         level = self.walk.levels()
         depth = max((level[n] for n in self.walk.along), default=0)
         found: list[list[Aim]] = [[] for _ in range(depth + 1)]
@@ -332,8 +349,9 @@ class Code(Nests):
         for n in self.walk.across:
             place = f"{n.name}_chunk[{self.row_major(sorted(n.varies))}]"
             found[level[n] - 1].append(Aim(n, n.walked, place, n.how))
+        everywhere = self.walk.row | self.walk.outer
         for w in early:
-            found[-1].append(Aim(w.value, w.walked, writing=w))
+            found[level[w.value] if w.walked == everywhere else -1].append(Aim(w.value, w.walked, writing=w))
         return found
 
     def row_passes(self, passes: list[list[Aim]], row: Sequence[int], lane: int | None) -> None:

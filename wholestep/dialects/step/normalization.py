@@ -330,6 +330,12 @@ def _group_sizes(op) -> tuple[int, int, int, int]:
     return shape[0], shape[1], math.prod(shape[2:]), op.groups
 
 
+def _group_rows(op) -> tuple[int, int, int]:
+    """x with a row per group."""
+    n, c, inner, groups = _group_sizes(op)
+    return n, groups, c // groups * inner
+
+
 @step.op
 class GroupNorm(GroupNormLike):
     """Each sample's channels in `groups` groups, each normalised on its own, then weight * x + bias per channel."""
@@ -363,8 +369,7 @@ class GroupNorm(GroupNormLike):
     def derivative(b, op, dy, dmean=None, drstd=None):
         dx = dw = db = None
         if dmean is not None or drstd is not None:
-            n, c, inner, groups = _group_sizes(op)
-            rows = b.reshape(op.x, shape=(n, groups, c // groups * inner))
+            rows = b.reshape(op.x, shape=_group_rows(op))
             incoming = [None if v is None else b.unsqueeze(v, -1) for v in (dmean, drstd)]
             kept = b.unsqueeze(op.mean, -1), b.unsqueeze(op.rstd, -1)
             dx = statistics_gradient(b, rows, *kept, (2,), *incoming)
@@ -376,16 +381,22 @@ class GroupNorm(GroupNormLike):
 
     @staticmethod
     def expand(b, op):
-        n, c, inner, groups = _group_sizes(op)
+        (x,) = widen(b, op.x)
+        rows = b.reshape(x, shape=_group_rows(op))
+        mean = b.mean(rows, dims=(2,))
+        rstd = b.rsqrt(b.add(b.variance(rows, dims=(2,), correction=0), op.eps))
+        return GroupNorm.normalised(b, op, mean, rstd), mean, rstd
+
+    @staticmethod
+    def normalised(b, op, mean, rstd):
+        """y from statistics that are known."""
         x, weight, bias = widen(b, op.x, op.weight, op.bias)
-        rows = b.reshape(x, shape=(n, groups, c // groups * inner))
-        mean = b.mean(rows, dims=(2,), keepdim=True)
-        rstd = b.rsqrt(b.add(b.variance(rows, dims=(2,), keepdim=True, correction=0), op.eps))
-        y = b.reshape_to(b.mul(b.sub(rows, mean), rstd), x.type.shape)
-        y = y if weight is None else b.mul(y, per_channel(b, weight, x.type.rank))
-        y = y if bias is None else b.add(y, per_channel(b, bias, x.type.rank))
-        flat = (n, groups)
-        return b.cast_to(y, op.y.type.element), b.reshape_to(mean, flat), b.reshape_to(rstd, flat)
+        rank, rows = x.type.rank, b.reshape(x, shape=_group_rows(op))
+        y = b.mul(b.sub(rows, b.unsqueeze(mean, -1)), b.unsqueeze(rstd, -1))
+        y = b.reshape_to(y, x.type.shape)
+        y = y if weight is None else b.mul(y, per_channel(b, weight, rank))
+        y = y if bias is None else b.add(y, per_channel(b, bias, rank))
+        return b.cast_to(y, op.y.type.element)
 
 
 @step.op
@@ -423,8 +434,7 @@ class GroupNormGrad(GroupNormLike):
 
     @staticmethod
     def expand(b, op):
-        n, c, inner, groups = _group_sizes(op)
-        rank, rows = op.x.type.rank, (n, groups, c // groups * inner)
+        rank, rows = op.x.type.rank, _group_rows(op)
         dy, x, weight = widen(b, op.dy, op.x, op.weight)
         mean, rstd = b.unsqueeze(op.mean, -1), b.unsqueeze(op.rstd, -1)
         normal = b.mul(b.sub(b.reshape(x, shape=rows), mean), rstd)

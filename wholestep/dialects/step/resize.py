@@ -1,4 +1,5 @@
-"""Images made larger by whole factors, with straight lines between pixels (bilinear), and the gradient of that.
+"""Images made larger by whole factors, with straight lines between pixels (bilinear) or without (nearest), and the
+gradients of that.
 
 A pixel of the result lies between two of x in each direction. Of the gradient each pixel of x asks the few pixels of
 the result that it was part of, one direction after the other: nothing is scattered, and the sums are always the same.
@@ -16,6 +17,7 @@ from ...ir.dialect import Attr, FloatTensor, Operand, Result
 from ..loop import compute_type
 from .base import Roles, StepOp, step
 from .convolution import padded
+from .support import wide
 from .windows import added, rounded
 
 aten = torch.ops.aten
@@ -277,3 +279,86 @@ class UpsampleCellsGrad(UpsampleGrad):
             sums.append(b.slice(total, dim=2, start=column, end=column + width))
         dx = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
         return b.transpose(b.cast_to(dx, op.dx.type.element), order=(0, 3, 1, 2))
+
+
+# ---- nearest ---------------------------------------------------------------------------------------------------------
+
+
+class Repeat(Resize):
+    """Common rules of the nearest pixel: nothing is computed but sums in the gradient."""
+
+    precision = "follow"
+
+    @staticmethod
+    def flops(op: Op) -> int:
+        return op.operands[0].type.size
+
+
+@step.op
+class RepeatPixels(Repeat):
+    """Every pixel becomes several equal ones."""
+
+    x = Operand(FloatTensor, "[N, C, H, W]")
+    y = Result()
+
+    @staticmethod
+    def infer(x, factors):
+        return Upsample.infer(x, factors)
+
+    @staticmethod
+    def check(op: Op) -> str | None:
+        return Upsample.check(op)
+
+    @staticmethod
+    def evaluate(op: Op):
+        size = op.y.type.shape[2:]
+        return lambda x: aten.upsample_nearest2d.default(x, size)
+
+    @staticmethod
+    def expand(b, op):
+        shape = op.x.type.shape
+        each = b.reshape(op.x, shape=blocks_of(shape, (1, 1)))
+        return b.reshape(b.broadcast_to(each, blocks_of(shape, op.factors)), shape=op.y.type.shape)
+
+    @staticmethod
+    def derivative(b, op, dy):
+        return [b.repeat_pixels_grad(dy, factors=op.factors)]
+
+
+@step.op
+class RepeatPixelsGrad(Repeat):
+    """dx of `repeat_pixels`: the sum over the pixels that were one."""
+
+    dy = Operand(FloatTensor)
+    dx = Result()
+
+    @staticmethod
+    def infer(dy, factors):
+        return UpsampleGrad.infer(dy, factors)
+
+    @staticmethod
+    def check(op: Op) -> str | None:
+        return UpsampleGrad.check(op)
+
+    @staticmethod
+    def evaluate(op: Op):
+        size, shape = op.dy.type.shape[2:], op.dx.type.shape
+
+        def run(dy):
+            if dy.stride(1) == 1:  # also of a part of the channels, which the kernel would copy row by row
+                dy = dy.contiguous(memory_format=torch.channels_last)
+            return aten.upsample_nearest2d_backward.default(dy, size, shape)
+
+        return run
+
+    @staticmethod
+    def expand(b, op):
+        dy = b.cast_to(op.dy, wide(op.dy.type.element))
+        blocks = b.reshape(dy, shape=blocks_of(op.dx.type.shape, op.factors))
+        return b.cast_to(b.sum(blocks, dims=(3, 5)), op.dx.type.element)
+
+
+def blocks_of(shape, factors) -> tuple[int, ...]:
+    """A larger image with the pixels that are one in x along dimensions of their own, behind those of x."""
+    (n, c, h, w), (rows, columns) = shape, factors
+    return n, c, h, rows, w, columns
