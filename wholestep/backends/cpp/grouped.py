@@ -14,7 +14,6 @@ from ...dialects.step.grouped import SUMS, TURNED
 from ..kernels import Spec
 from ..providers import Launcher, Offer, Progress, Region
 from . import Candidate, product
-from . import build as build_kernels
 from .compiler import digest, working_compiler
 from .product import DEPTH, GROUPED, PANEL, PANELS
 
@@ -88,10 +87,7 @@ def kernels() -> list[Candidate]:
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
-    built = build_kernels([product.kernel()], report)[product.kernel().key]
-    if isinstance(built, Exception):
-        return {o.key: built for o in offers}
-    return {o.key: launcher(o.made, built) for o in offers}
+    return product.launched(offers, report, launcher)
 
 
 def launcher(way: Way, kernel: Callable[..., None]) -> Launcher:

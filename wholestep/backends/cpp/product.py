@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,10 +92,15 @@ def kernels() -> list[Candidate]:
 
 def build(offers: Sequence[Offer], report: Progress | None = None) -> dict[str, Launcher | Exception]:
     """What runs each offer, by its key."""
+    return launched(offers, report, lambda way, kernel: launcher(way.known, kernel))
+
+
+def launched(
+    offers: Sequence[Offer], report: Progress | None, launcher: Callable[[Any, Callable[..., None]], Launcher]
+) -> dict[str, Launcher | Exception]:
+    """What runs each offer, by its key, as a template launches the one kernel."""
     built = build_kernels([kernel()], report)[kernel().key]
-    if isinstance(built, Exception):
-        return {o.key: built for o in offers}
-    return {o.key: launcher(o.made.known, built) for o in offers}
+    return {o.key: built if isinstance(built, Exception) else launcher(o.made, built) for o in offers}
 
 
 def sizes_of(known: Matrices) -> torch.Tensor:
